@@ -1,0 +1,39 @@
+"""Advantage estimators: a pure function over tensors, and what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from molt_core.component import Component
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from molt_core.contract import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an estimator declares; launch checks and data flow follow from it, never from its name.
+
+    ``groups``: it compares rollouts of one prompt. ``min_samples``: fewest rollouts per prompt. ``token_kl``: it can
+    use a token-level KL. ``reference``: it needs a reference model. ``values``: it needs a critic.
+    """
+
+    groups: bool = False
+    min_samples: int = 1
+    token_kl: bool = False
+    reference: bool = False
+    values: bool = False
+
+
+class Estimator(Component):
+    """Turns the rewards of a batch into advantages."""
+
+    kind: ClassVar[str] = "estimator"
+    needs: ClassVar[Needs] = Needs()
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """Advantages, (R,) one per rollout or (S, L) one per token. Rollouts without a score are ignored by the caller."""
+        raise NotImplementedError

@@ -1,0 +1,9 @@
+"""The base of every section of the configuration."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """One frozen section; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())

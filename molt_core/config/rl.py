@@ -1,0 +1,185 @@
+"""The configuration of ``molt train``."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from molt_core.config.base import Section
+from molt_core.config.shared import (
+    CheckpointConfig,
+    FsdpConfig,
+    LoggerConfig,
+    ModelConfig,
+    PluginsConfig,
+)
+
+
+class ActorConfig(ModelConfig):
+    """The policy that is trained and sampled."""
+
+    loss_mode: str = Field("ppo", description="Policy loss, by plugin name.")
+    loss_args: dict[str, Any] = Field({}, description="Options of the policy loss.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean-token-mean"] = Field(
+        "token-mean", description="How token losses become one number per optimizer step."
+    )
+    entropy_coef: float = Field(0.0, description="Entropy bonus; positive encourages entropy.")
+    eps_clip_low_high: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="Shorthand for the loss option of this name."
+    )
+    dual_clip: float | None = Field(None, description="Shorthand for the loss option of this name.")
+
+
+class DataConfig(Section):
+    """Prompts."""
+
+    prompt_dataset: Path | None = Field(None, description="JSONL file with one prompt row per line. Required.")
+    max_samples: PositiveInt | None = Field(None, description="Use only the first N rows.")
+    max_len: PositiveInt = Field(2048, description="Context: prompt and everything after it, in tokens.")
+    max_prompt_len: PositiveInt | None = Field(None, description="Longest first prompt in tokens. Default: max_len - 1.")
+    overflow: Literal["drop", "truncate_left", "error"] = Field("drop", description="What to do with longer prompts.")
+    chat_template: str = Field("default", description="Chat-template adapter, by plugin name.")
+    shuffle: bool = Field(True, description="Shuffle the prompts of each episode with train.seed.")
+
+
+class EnvConfig(Section):
+    """The environment."""
+
+    name: str = Field("", description="Environment plugin, `./file.py:Class` or `module:Class`. Required.")
+    args: dict[str, Any] = Field({}, description="Options of the environment.")
+    max_turns: PositiveInt = Field(16, description="Model calls per rollout; more is truncation.")
+    turn_timeout: PositiveFloat = Field(60.0, description="Seconds that one reset or step may take.")
+    rollout_timeout: PositiveFloat = Field(1800.0, description="Seconds that one rollout may take, generation included.")
+    retries: NonNegativeInt = Field(1, description="How often a rollout that failed is run again.")
+
+
+class RewardConfig(Section):
+    """The reward."""
+
+    name: str | None = Field(None, description="Reward plugin; none: the environment's own reward.")
+    args: dict[str, Any] = Field({}, description="Options of the reward.")
+    timeout: PositiveFloat = Field(60.0, description="Seconds that one scoring may take.")
+    retries: NonNegativeInt = Field(1, description="How often a failed scoring is repeated.")
+    clip_range: tuple[float, float] = Field((-10.0, 10.0), description="Rewards are clamped to it before the estimator.")
+
+
+class AdvantageConfig(Section):
+    """Advantages and the train/rollout correction."""
+
+    estimator: str = Field("reinforce_baseline", description="Advantage estimator, by plugin name.")
+    args: dict[str, Any] = Field({}, description="Options of the estimator.")
+    is_correction_level: Literal["off", "token", "seq", "geo"] = Field(
+        "token", description="Unit of the importance correction between rollout and training policy."
+    )
+    is_correction_mode: Literal["mask", "clip", "trunc"] = Field("trunc", description="What happens out of the band.")
+    is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] = Field((0.5, 5.0), description="The band, LOW HIGH.")
+
+
+class KlConfig(Section):
+    """KL against the reference model."""
+
+    init_coef: NonNegativeFloat = Field(0.0, description="KL coefficient; above 0 a reference model is loaded.")
+    use_loss: bool = Field(True, description="KL as a loss term; otherwise as a reward.")
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator.")
+
+
+class AlgoConfig(Section):
+    """The algorithm."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    kl: KlConfig = KlConfig()
+    dynamic_filtering_enable: bool = Field(False, description="Replace groups whose metric does not vary.")
+    dynamic_filtering_metric: str = Field("reward", description="`reward`, or a key of the environment's info.")
+    dynamic_filtering_max_tries: PositiveInt = Field(
+        20, description="Batches of groups that may be filtered in a row before the run stops with an error."
+    )
+
+
+class RefConfig(Section):
+    """The reference model."""
+
+    model_name_or_path: str | None = Field(None, description="Default: the actor's checkpoint.")
+
+
+class VllmConfig(Section):
+    """The rollout engines."""
+
+    num_engines: PositiveInt = Field(1, description="vLLM engines.")
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs per engine.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Engine dtype. auto: bfloat16 on CUDA, float32 on CPU."
+    )
+    enforce_eager: bool | None = Field(None, description="Default: on for CPU, off for CUDA.")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory for the engine.")
+    kv_cache_gib: PositiveInt = Field(1, description="KV cache on CPU, in GiB.")
+    max_num_seqs: PositiveInt = Field(256, description="Sequences decoded at once per engine.")
+    enable_prefix_caching: bool = Field(False, description="Share the KV of equal prefixes; cleared at every refit.")
+    cpu_threads: PositiveInt = Field(1, description="Threads per engine on CPU.")
+
+
+class RolloutConfig(Section):
+    """Sampling."""
+
+    batch_size: PositiveInt = Field(8, description="Prompts (groups) per step.")
+    n_samples_per_prompt: PositiveInt = Field(8, description="Rollouts per prompt.")
+    vllm_generate_batch_size: PositiveInt | None = Field(
+        None, description="Groups in flight. Default: rollout.batch_size."
+    )
+    max_new_tokens: PositiveInt | None = Field(None, description="Tokens per turn. Default: what the context leaves.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Must be 1 for training.")
+    top_k: int = Field(-1, description="Must be -1 for training.")
+    num_runners: PositiveInt = Field(1, description="Processes that run environments.")
+
+
+class TrainConfig(Section):
+    """The loop and the optimizer steps."""
+
+    batch_size: PositiveInt | None = Field(
+        None, description="Rollouts per optimizer step. Default: all of a step. Must divide batch_size x n_samples."
+    )
+    max_tokens_per_gpu: PositiveInt = Field(16384, description="Padded tokens per micro-batch.")
+    micro_batch_size: PositiveInt | None = Field(None, description="Rows per micro-batch, instead of a token budget.")
+    max_epochs: PositiveInt = Field(1, description="Passes over each step's rollouts.")
+    num_episodes: PositiveInt = Field(1, description="Passes over the prompts.")
+    max_steps: PositiveInt | None = Field(None, description="Stop after this many steps.")
+    seed: int = Field(42, description="Seed of prompt order, sampling and initialisation.")
+    async_queue_size: PositiveInt = Field(1, description="Batches that generation may run ahead of training.")
+    force_sync_mode: bool = Field(False, description="Strictly on-policy: nothing is in flight across a refit.")
+    max_staleness: NonNegativeInt | None = Field(
+        None, description="Oldest policy version trained, in updates behind. Default: async_queue_size, 0 in sync mode."
+    )
+    cpu_threads: PositiveInt = Field(1, description="Threads per training rank on CPU.")
+
+
+class EvalConfig(Section):
+    """Held-out evaluation."""
+
+    dataset: Path | None = Field(None, description="JSONL file of held-out prompts.")
+    steps: int = Field(-1, description="Evaluate every N steps; -1: only where asked below.")
+    at_start: bool = Field(False, description="Evaluate before the first step.")
+    at_end: bool = Field(True, description="Evaluate after the last step.")
+    temperature: NonNegativeFloat | None = Field(None, description="Default: rollout.temperature; 0 is greedy.")
+    n_samples_per_prompt: PositiveInt = Field(1, description="Rollouts per held-out prompt.")
+    max_new_tokens: PositiveInt | None = Field(None, description="Default: rollout.max_new_tokens.")
+    max_samples: PositiveInt | None = Field(None, description="Use only the first N rows.")
+
+
+class RLConfig(Section):
+    """Everything that ``molt train`` can be told."""
+
+    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to run. auto: CUDA if there is any.")
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    reward: RewardConfig = RewardConfig()
+    algo: AlgoConfig = AlgoConfig()
+    vllm: VllmConfig = VllmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    fsdp: FsdpConfig = FsdpConfig()
+    eval: EvalConfig = EvalConfig()
+    ckpt: CheckpointConfig = CheckpointConfig()
+    logger: LoggerConfig = LoggerConfig()
+    plugins: PluginsConfig = PluginsConfig()
