@@ -35,5 +35,8 @@ class Estimator(Component):
     needs: ClassVar[Needs] = Needs()
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Advantages, (R,) one per rollout or (S, L) one per token. Rollouts without a score are ignored by the caller."""
+        """Advantages, (R,) one per rollout or (S, L) one per token.
+
+        Rollouts without a score (NaN reward) get 0 or NaN; the caller excludes them from the loss either way.
+        """
         raise NotImplementedError

@@ -31,5 +31,5 @@ class Loss(Component):
     kind: ClassVar[str] = "loss"
 
     def token_loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss per token, (B, L) float32, and metrics per token, (B, L) each, averaged over the mask."""
+        """The loss per token, (B, L) float32, and metrics: (B, L) is averaged over the mask, (B,) over the rows."""
         raise NotImplementedError

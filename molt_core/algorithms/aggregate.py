@@ -1,0 +1,82 @@
+"""From token losses to one number per optimizer step.
+
+All micro-batches of all ranks of one optimizer step (a *window*) share one denominator, counted before the window
+starts. Each micro-batch contributes a share; the shares are added up and never divided by the number of micro-batches
+or ranks, so that the value and its gradient do not depend on how the window was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molt_core.algorithms.masked import masked_mean, masked_sum
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean-token-mean")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one window holds over all its micro-batches and ranks.
+
+    ``tokens``: action tokens; ``sequences``: rows with at least one action token; ``prompts``: prompts (groups) with at
+    least one such row.
+    """
+
+    tokens: int
+    sequences: int
+    prompts: int = 0
+
+
+def aggregate(
+    loss: Tensor,
+    mask: Tensor,
+    mode: str,
+    totals: Totals,
+    *,
+    row_weights: Tensor | None = None,
+    norm: float | None = None,
+) -> Tensor:
+    """This micro-batch's share of the window's loss, a scalar; the sum of all shares is the loss.
+
+    ``loss``: (B, L), one value per token; ``mask``: (B, L) bool. With l the loss, m the mask, b a row, t a token:
+
+    - token-mean: Σ_bt m l / tokens. Source: arXiv 2503.14476.
+    - seq-mean-token-mean: Σ_b (Σ_t m l / Σ_t m) / sequences. Source: arXiv 2402.03300.
+    - seq-mean-token-sum: Σ_bt m l / (sequences * norm). ``norm``: a constant, usually the token limit of a response;
+      1 if None. Source: arXiv 2503.20783.
+    - prompt-mean-token-mean: Σ_b w_b (Σ_t m l / Σ_t m) / prompts. ``row_weights`` w: (B,), one over the number of
+      trained rows of the row's prompt in the window, so that every prompt counts once however many rows it kept.
+
+    An empty window gives 0, with a graph behind it, so that every rank can run its backward pass.
+    """
+    assert mask.dtype == torch.bool, "the mask must be boolean"
+    assert loss.shape == mask.shape, f"loss {tuple(loss.shape)} and mask {tuple(mask.shape)} differ"
+    if mode == "token-mean":
+        return masked_sum(loss, mask) / max(totals.tokens, 1)
+    if mode == "seq-mean-token-sum":
+        return masked_sum(loss, mask) / (max(totals.sequences, 1) * (1.0 if norm is None else norm))
+    row_means = masked_mean(loss, mask, dim=-1)
+    if mode == "seq-mean-token-mean":
+        return row_means.sum() / max(totals.sequences, 1)
+    assert mode == "prompt-mean-token-mean", f"unknown aggregation {mode!r}"
+    assert row_weights is not None, "prompt-mean-token-mean needs row_weights"
+    return (row_means * row_weights).sum() / max(totals.prompts, 1)
+
+
+def metric_sums(metrics: Mapping[str, Tensor], mask: Tensor) -> dict[str, tuple[float, int]]:
+    """Sum and count of each metric, to be added over micro-batches and ranks and divided once.
+
+    A metric of shape (B, L) is averaged over the mask's tokens, one of shape (B,) over the rows with an action token.
+    """
+    rows = mask.any(dim=-1)
+    tokens, sequences = int(mask.sum()), int(rows.sum())
+    return {
+        name: (float(masked_sum(value, mask)), tokens)
+        if value.dim() == 2
+        else (float(masked_sum(value, rows)), sequences)
+        for name, value in ((name, value.detach().double()) for name, value in metrics.items())
+    }
