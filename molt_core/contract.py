@@ -185,6 +185,16 @@ class Batch:
         x = torch.where(scored, x.double(), 0.0)
         return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, self.groups, x)
 
+    @property
+    def scored(self) -> Tensor:
+        """Which rollouts have a score, (R,) bool."""
+        return ~self.rewards.isnan()
+
+    def num_actions(self) -> Tensor:
+        """Action tokens of each rollout over its rows, (R,) int64."""
+        per_row = self.action_mask.sum(dim=-1)
+        return per_row.new_zeros(len(self.rewards)).index_add_(0, self.rollout_of_row, per_row)
+
     def group_size(self) -> Tensor:
         """Scored rollouts in each rollout's group, (R,) float32."""
         return self._group_sum(self.rewards.new_ones(len(self.rewards)))[self.groups].float()
@@ -200,8 +210,20 @@ class Batch:
         low, high = self._group_range()
         return torch.where(low == high, low, mean.float())
 
+    def leave_one_out(self) -> Tensor:
+        """Mean reward of the *other* scored rollouts of each rollout's group, (R,) float32; 0 where there is none.
+
+        NaN for a rollout without a score. In a group of equal rewards it is exactly that reward.
+        """
+        import torch
+
+        size = self.group_size()
+        others = (self._group_sum(self.rewards)[self.groups] - self.rewards.double()) / (size - 1).clamp(min=1)
+        low, high = self._group_range()
+        return torch.where(size <= 1, 0.0, torch.where(low == high, low, others.float()))
+
     def group_std(self) -> Tensor:
-        """Sample standard deviation (n-1) of each rollout's group, (R,) float32; 0 for equal rewards and groups of one."""
+        """Sample standard deviation (n-1) of each rollout's group, (R,) float32; 0 for equal rewards or one."""
         import torch
 
         mean = self._group_sum(self.rewards)[self.groups] / self.group_size()

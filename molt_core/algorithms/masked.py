@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 VARIANCE_FLOOR = 1e-8
+_CHUNK_ROWS = 4096
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -21,14 +22,13 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def whiten(x: Tensor, weights: Tensor) -> Tensor:
     """Shift and scale x to mean 0 and population variance 1 under the weights; entries of weight 0 become 0.
 
-    μ = Σ w x / Σ w,  σ² = max(Σ w (x-μ)² / Σ w, 1e-8),  result = (x - μ) / σ. ``x``: any shape; ``weights``: same
-    shape, a bool mask or non-negative counts. The moments are accumulated in float64. All-zero weights give zeros.
+    μ = Σ w x / Σ w,  σ² = max(Σ w (x-μ)² / Σ w, 1e-8),  result = (x - μ) / σ. ``x``: (N, ...); ``weights``: same
+    shape, a bool mask or non-negative counts. Moments are taken in float64, in chunks of rows to bound memory.
+    All-zero weights give zeros.
     """
-    kept = weights > 0
-    total = weights.sum(dtype=torch.float64).clamp(min=1)
-    weights = weights.to(x.dtype)
-    x = torch.where(kept, x, 0.0)
-    mean = (x * weights).sum(dtype=torch.float64) / total
-    centred = torch.where(kept, x - mean.to(x.dtype), 0.0)
-    variance = (centred.square() * weights).sum(dtype=torch.float64) / total
-    return centred / variance.clamp(min=VARIANCE_FLOOR).sqrt().to(x.dtype)
+    chunks = list(zip(x.split(_CHUNK_ROWS), weights.split(_CHUNK_ROWS), strict=True))
+    total = sum(float(w.sum(dtype=torch.float64)) for _, w in chunks) or 1.0
+    mean = sum(float((torch.where(w > 0, c, 0.0).double() * w).sum()) for c, w in chunks) / total
+    squares = sum(float((torch.where(w > 0, c - mean, 0.0).double().square() * w).sum()) for c, w in chunks)
+    scale = max(squares / total, VARIANCE_FLOOR) ** 0.5
+    return torch.cat([torch.where(w > 0, (c - mean) / scale, 0.0) for c, w in chunks]) if chunks else x

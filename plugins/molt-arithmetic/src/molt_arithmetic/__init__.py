@@ -1,0 +1,1 @@
+"""An arithmetic environment for molt, with its data."""

@@ -1,0 +1,1 @@
+"""Metric trackers for molt: JSON lines and TensorBoard."""
