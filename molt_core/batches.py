@@ -1,0 +1,91 @@
+"""From finished groups to what the trainer takes: the estimator's batch, advantages per row, windows of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from molt_core.algorithms.estimator import Estimator
+from molt_core.contract import Batch
+from molt_core.training.rows import TrainRow
+
+if TYPE_CHECKING:
+    from molt_core.rollout.generator import Group
+    from molt_core.rollout.runner import RolloutSummary
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The scored rollouts of one step, flat: rollout r belongs to group ``groups[r]`` (0..G-1)."""
+
+    rollouts: tuple[RolloutSummary, ...]
+    groups: tuple[int, ...]
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[Group]) -> RolloutBatch:
+        """Keep what is scored; a failure counts nowhere."""
+        pairs = [(r, g) for g, group in enumerate(groups) for r in group.rollouts if r.status.is_scored]
+        return cls(tuple(r for r, _ in pairs), tuple(g for _, g in pairs))
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """(rollout, segment) of every row that has a sampled token."""
+        return [(r, s) for r, x in enumerate(self.rollouts) for s, seg in enumerate(x.segments) if seg.num_actions]
+
+    def for_estimator(self, clip_range: tuple[float, float]) -> Batch:
+        """The tensors an estimator sees; rewards are clamped to ``clip_range``."""
+        rows = self.rows
+        lengths = [self.rollouts[r].segments[s].length for r, s in rows]
+        mask = np.zeros((len(rows), max(lengths, default=1) - 1), np.bool_)
+        for i, (r, s) in enumerate(rows):
+            for start, end in self.rollouts[r].segments[s].action_ranges:
+                mask[i, start - 1 : end - 1] = True
+        rewards = torch.tensor([r.reward for r in self.rollouts], dtype=torch.float32)
+        return Batch(
+            rewards=rewards.clamp(*clip_range),
+            groups=torch.tensor(self.groups, dtype=torch.int64),
+            rollout_of_row=torch.tensor([r for r, _ in rows], dtype=torch.int64),
+            action_mask=torch.from_numpy(mask),
+            truncated=torch.tensor([r.status == "truncated" for r in self.rollouts]),
+        )
+
+    def train_rows(self, estimator: Estimator, clip_range: tuple[float, float]) -> list[TrainRow]:
+        """One row per segment with its advantage: a number for all its tokens, or (T-1,) values."""
+        batch = self.for_estimator(clip_range)
+        advantages = estimator.advantages(batch)
+        if not torch.isfinite(advantages).all():
+            raise ValueError(f"estimator {type(estimator).__name__} returned advantages that are not finite")
+        out = []
+        for i, (r, s) in enumerate(self.rows):
+            info = self.rollouts[r].segments[s]
+            if advantages.dim() == 1:
+                advantage: float | np.ndarray = float(advantages[r])
+            else:
+                advantage = advantages[i, : info.length - 1].float().numpy()
+            out.append(
+                TrainRow(
+                    source=self.rollouts[r].data,
+                    segment=s,
+                    length=info.length,
+                    num_actions=info.num_actions,
+                    advantage=advantage,
+                    rollout=r,
+                    group=self.groups[r],
+                )
+            )
+        return out
+
+
+def split_windows(rows: Sequence[TrainRow], num_windows: int) -> list[list[TrainRow]]:
+    """Split the rows into optimizer steps of equally many rollouts; a rollout's rows stay together."""
+    rollouts = sorted({row.rollout for row in rows})
+    parts = np.array_split(np.asarray(rollouts), min(num_windows, max(len(rollouts), 1)))
+    window_of = {int(r): w for w, part in enumerate(parts) for r in part}
+    windows: list[list[TrainRow]] = [[] for _ in parts]
+    for row in rows:
+        windows[window_of[row.rollout]].append(row)
+    return windows

@@ -1,0 +1,61 @@
+"""Held-out evaluation on the run's own engines."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from molt_core.metrics import excluded_metrics, info_metrics, length_metrics
+
+if TYPE_CHECKING:
+    from molt_core.rollout.generator import GroupDispatcher
+    from molt_core.rollout.runner import RolloutSummary, SamplingSettings
+
+
+class Evaluator:
+    """Runs every held-out prompt once per call and reports rewards per rollout, failures apart."""
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        dispatcher: GroupDispatcher,
+        sampling: SamplingSettings,
+        num_samples: int,
+        seed: int,
+    ) -> None:
+        self.rows, self.dispatcher, self.sampling = rows, dispatcher, sampling
+        self.num_samples, self.seed = num_samples, seed
+
+    async def run(self, version: int) -> dict[str, float]:
+        """Metrics ``eval/*``: mean reward, pass@1 (mean over prompts of the mean), pass@n (of the maximum), lengths."""
+        groups = await self.dispatcher.run_all(
+            self.rows, prefix=f"eval{version}", num_samples=self.num_samples, sampling=self.sampling, seed=self.seed
+        )
+        rollouts = [r for group in groups for r in group.rollouts]
+        scored = [r for r in rollouts if r.status.is_scored]
+        counts: dict[str, int] = defaultdict(int)
+        for rollout in rollouts:
+            if not rollout.status.is_scored:
+                counts[rollout.status.value] += 1
+        return {
+            "eval/num_rollouts": len(scored),
+            **excluded_metrics(counts, "eval"),
+            **(self._rewards(scored) if scored else {}),
+        }
+
+    def _rewards(self, scored: Sequence[RolloutSummary]) -> dict[str, float]:
+        by_prompt: dict[str, list[float]] = defaultdict(list)
+        for rollout in scored:
+            by_prompt[rollout.group_id].append(rollout.reward)
+        values = {
+            "eval/reward_mean": float(np.mean([r.reward for r in scored])),
+            "eval/pass1": float(np.mean([np.mean(x) for x in by_prompt.values()])),
+            **length_metrics(scored, "eval"),
+            **info_metrics(scored, "eval"),
+        }
+        if self.num_samples > 1:
+            values[f"eval/pass{self.num_samples}"] = float(np.mean([max(x) for x in by_prompt.values()]))
+        return values

@@ -1,0 +1,135 @@
+"""The loop: generate, estimate, train, refit, report. Everything else in the package serves this page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from molt_core import metrics as m
+from molt_core.batches import RolloutBatch, split_windows
+
+if TYPE_CHECKING:
+    from molt_core.algorithms.estimator import Estimator
+    from molt_core.config import RLConfig
+    from molt_core.evaluation import Evaluator
+    from molt_core.rollout.generator import GeneratedBatch, Generator
+    from molt_core.rollout.refit import Refitter
+    from molt_core.run import RunRecorder
+    from molt_core.training.group import TrainGroup
+
+logger = logging.getLogger("molt")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop drives. The trainer and the engines are Ray actors behind these objects."""
+
+    generator: Generator
+    trainer: TrainGroup
+    refitter: Refitter
+    estimator: Estimator
+    evaluator: Evaluator | None
+    recorder: RunRecorder
+
+
+async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> int:
+    """Run from ``step`` to ``total_steps``, or to the end of the prompts. Returns the last step.
+
+    The policy version equals the number of finished steps: each step ends with one refit of all engines.
+    """
+    if parts.evaluator and config.eval.at_start and step == 0:
+        parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
+
+    while step < total_steps:
+        timer = Timer()
+        with timer("wait_rollouts"):
+            generated = await parts.generator.next_batch()
+        if generated is None:
+            logger.info("the prompts are used up after %d steps", step)
+            break
+
+        batch = RolloutBatch.from_groups(generated.groups)
+        with timer("train"):
+            trained = await asyncio.to_thread(_update, config, parts, batch)
+        with timer("refit"):
+            await parts.refitter.refit(version=step + 1)
+        parts.generator.policy_updated(step + 1)
+
+        values = _metrics(config, generated, batch, trained, version=step)
+        step += 1
+        if parts.recorder.wants_checkpoint(step):
+            with timer("checkpoint"):
+                state = {"step": step, "generator": parts.generator.state()}
+                await asyncio.to_thread(parts.recorder.save, step, parts.trainer, state)
+        parts.recorder.log_step(step, values | timer.metrics(batch), batch)
+        if parts.evaluator and config.eval.steps > 0 and step % config.eval.steps == 0:
+            parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
+
+    if parts.evaluator and config.eval.at_end and not (config.eval.steps > 0 and step % config.eval.steps == 0):
+        parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
+    return step
+
+
+def _update(config: RLConfig, parts: Parts, batch: RolloutBatch) -> dict[str, float]:
+    """Advantages and all optimizer steps of one batch."""
+    rows = batch.train_rows(parts.estimator, config.reward.clip_range)
+    windows = split_windows(rows, num_windows(config)) * config.train.max_epochs
+    return parts.trainer.update(
+        windows,
+        max_tokens=config.train.max_tokens_per_gpu,
+        micro_batch_size=config.train.micro_batch_size,
+        recompute_old=len(windows) > 1,
+    )
+
+
+def num_windows(config: RLConfig) -> int:
+    """Optimizer steps per pass over one step's rollouts."""
+    rollouts = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return rollouts // (config.train.batch_size or rollouts)
+
+
+def _metrics(
+    config: RLConfig,
+    generated: GeneratedBatch,
+    batch: RolloutBatch,
+    trained: Mapping[str, float],
+    version: int,
+) -> dict[str, float]:
+    return {
+        "policy_version": version,
+        **m.rollout_metrics(batch, config.reward.clip_range),
+        **m.excluded_metrics(generated.excluded),
+        **{f"rollout/{key}": value for key, value in generated.stats.items()},
+        **m.staleness_metrics(batch.rollouts, version),
+        **trained,
+    }
+
+
+@dataclass
+class Timer:
+    """Wall time of the phases of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def __call__(self, phase: str):
+        start = time.monotonic()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
+
+    def metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """``timing/*`` in seconds; throughput counts sampled tokens that were trained, per second of the whole step."""
+        total = time.monotonic() - self.began
+        sampled = sum(r.num_actions for r in batch.rollouts)
+        return {
+            **{f"timing/{phase}": value for phase, value in self.seconds.items()},
+            "timing/checkpoint": self.seconds.get("checkpoint", 0.0),
+            "timing/step": total,
+            "throughput/tokens_per_second": sampled / total,
+        }
