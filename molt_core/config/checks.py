@@ -1,0 +1,193 @@
+"""Combinations of options that cannot work, found before anything starts. Needs no files and no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from molt_core.config.rl import RLConfig
+from molt_core.config.sft import SFTConfig
+from molt_core.config.shared import CheckpointConfig, FsdpConfig
+from molt_core.errors import ConfigError
+
+
+class EstimatorNeeds(Protocol):
+    """What the checks read of an estimator's ``Needs``."""
+
+    @property
+    def groups(self) -> bool: ...
+    @property
+    def min_samples(self) -> int: ...
+    @property
+    def reference(self) -> bool: ...
+    @property
+    def values(self) -> bool: ...
+
+
+def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds) -> None:
+    """Raise one ConfigError that lists every conflict and what to change, or return."""
+    _refuse(
+        [
+            *_estimator(config, estimator_needs),
+            *_batches(config),
+            *_policy_lag(config),
+            *_correction(config),
+            *_sampling(config),
+            *_lengths(config),
+            *_ranges(config),
+            *_evaluation(config),
+            *_checkpoints(config.ckpt),
+            *_not_yet(config.fsdp),
+        ]
+    )
+
+
+def check_sft(config: SFTConfig) -> None:
+    """The same for supervised fine-tuning."""
+    _refuse([*_checkpoints(config.ckpt), *_not_yet(config.fsdp)])
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
+    name, samples = config.algo.advantage.estimator, config.rollout.n_samples_per_prompt
+    fewest = max(needs.min_samples, 2 if needs.groups else 1)
+    if samples < fewest:
+        yield (
+            f"estimator {name} compares rollouts of one prompt and needs at least {fewest}: "
+            f"set --rollout.n_samples_per_prompt to {fewest} or more, or choose another --algo.advantage.estimator"
+        )
+    if needs.values:
+        yield f"estimator {name} needs a critic, which is not yet available: choose another --algo.advantage.estimator"
+    if needs.reference:
+        yield (
+            f"estimator {name} needs a reference model, which is not yet available: "
+            "choose another --algo.advantage.estimator"
+        )
+    if config.algo.kl.init_coef > 0:
+        yield "a KL term needs a reference model, which is not yet available: set --algo.kl.init_coef 0"
+    if config.algo.dynamic_filtering_enable and samples < 2:
+        yield (
+            "dynamic filtering drops groups that do not vary, and a group of one never does: "
+            "set --rollout.n_samples_per_prompt to 2 or more, or --no-algo.dynamic_filtering_enable"
+        )
+
+
+def _rows(config: RLConfig) -> int:
+    """Rollouts per step."""
+    return config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
+def _batches(config: RLConfig) -> Iterator[str]:
+    rows, window = _rows(config), config.train.batch_size or _rows(config)
+    if rows % window:
+        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        near = {max(n for n in divisors if n < window), min((n for n in divisors if n > window), default=rows)}
+        yield (
+            f"--train.batch_size {window} does not divide the {rows} rollouts of a step (--rollout.batch_size x "
+            f"--rollout.n_samples_per_prompt): set it to {' or '.join(map(str, sorted(near)))}, or leave it out for all of them"
+        )
+    in_flight = config.rollout.vllm_generate_batch_size
+    if in_flight is not None and in_flight < config.rollout.batch_size:
+        yield (
+            f"--rollout.vllm_generate_batch_size {in_flight} is less than a step's {config.rollout.batch_size} groups: "
+            "set it to --rollout.batch_size or more, or leave it out"
+        )
+
+
+def _policy_lag(config: RLConfig) -> Iterator[str]:
+    """Off-policy data without a correction is refused; so is what contradicts the strictly on-policy mode."""
+    train = config.train
+    window = train.batch_size or _rows(config)
+    if config.algo.advantage.is_correction_level == "off":
+        fix = "set --algo.advantage.is_correction_level token"
+        if not train.force_sync_mode:
+            yield f"asynchronous rollouts are off-policy and need a correction: {fix}, or --train.force_sync_mode"
+        if window < _rows(config) or train.max_epochs > 1:
+            yield (
+                f"several optimizer steps per batch are off-policy and need a correction: {fix}, "
+                "or leave --train.batch_size out and set --train.max_epochs 1"
+            )
+    if not train.force_sync_mode:
+        return
+    if train.async_queue_size > 1:
+        yield (
+            "--train.force_sync_mode never runs ahead: set --train.async_queue_size 1, or --no-train.force_sync_mode"
+        )
+    if train.max_staleness:
+        yield "--train.force_sync_mode has a staleness of 0: leave --train.max_staleness out"
+    in_flight = config.rollout.vllm_generate_batch_size
+    if in_flight is not None and in_flight > config.rollout.batch_size:
+        yield (
+            "--train.force_sync_mode keeps nothing in flight across a refit: "
+            "set --rollout.vllm_generate_batch_size to --rollout.batch_size, or leave it out"
+        )
+
+
+def _correction(config: RLConfig) -> Iterator[str]:
+    advantage = config.algo.advantage
+    if advantage.is_correction_level in ("seq", "geo") and advantage.is_correction_mode != "mask":
+        yield (
+            f"correction level {advantage.is_correction_level} works on whole sequences, which can only be masked: "
+            "set --algo.advantage.is_correction_mode mask"
+        )
+    low, high = advantage.is_correction_threshold
+    if low >= high:
+        yield f"--algo.advantage.is_correction_threshold {low} {high} is an empty band: LOW must be less than HIGH"
+
+
+def _sampling(config: RLConfig) -> Iterator[str]:
+    """A cut-off distribution has log-probs that the trainer cannot reproduce."""
+    if config.rollout.top_p != 1.0:
+        yield f"training cannot follow nucleus sampling: set --rollout.top_p 1, not {config.rollout.top_p}"
+    if config.rollout.top_k != -1:
+        yield f"training cannot follow top-k sampling: set --rollout.top_k -1, not {config.rollout.top_k}"
+
+
+def _lengths(config: RLConfig) -> Iterator[str]:
+    limit = config.data.max_len
+    for name, value in {
+        "data.max_prompt_len": config.data.max_prompt_len,
+        "rollout.max_new_tokens": config.rollout.max_new_tokens,
+        "eval.max_new_tokens": config.eval.max_new_tokens,
+    }.items():
+        if value is not None and value >= limit:
+            yield f"--{name} {value} leaves no room in a context of {limit}: lower it, or raise --data.max_len"
+    if limit < 2:
+        yield "--data.max_len must be at least 2: a prompt token and a sampled one"
+
+
+def _ranges(config: RLConfig) -> Iterator[str]:
+    low, high = config.reward.clip_range
+    if low >= high:
+        yield f"--reward.clip_range {low} {high} leaves no rewards: LOW must be less than HIGH"
+    for beta in config.actor.adam.betas:
+        if not 0 <= beta < 1:
+            yield f"--actor.adam.betas {beta} is not in [0, 1)"
+    short = {"eps_clip_low_high": config.actor.eps_clip_low_high, "dual_clip": config.actor.dual_clip}
+    for name, value in short.items():
+        if value is not None and name in config.actor.loss_args:
+            yield f"--actor.{name} and --actor.loss_args.{name} are the same option: give one of them"
+
+
+def _evaluation(config: RLConfig) -> Iterator[str]:
+    steps = config.eval.steps
+    if steps == 0 or steps < -1:
+        yield f"--eval.steps {steps}: give 1 or more, or -1 for never"
+    if config.eval.dataset is None and (steps > 0 or config.eval.at_start):
+        yield "an evaluation was asked for without held-out prompts: set --eval.dataset"
+
+
+def _checkpoints(config: CheckpointConfig) -> Iterator[str]:
+    if config.save_steps == 0 or config.save_steps < -1:
+        yield f"--ckpt.save_steps {config.save_steps}: give 1 or more, or -1 for never"
+
+
+def _not_yet(config: FsdpConfig) -> Iterator[str]:
+    sizes = {"tensor": config.tp_size, "context": config.cp_size, "expert": config.ep_size}
+    for name, size in sizes.items():
+        if size > 1:
+            yield f"{name} parallelism is not yet available: set --fsdp.{name[0]}p_size 1"
