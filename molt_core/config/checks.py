@@ -85,10 +85,10 @@ def _batches(config: RLConfig) -> Iterator[str]:
     rows, window = _rows(config), config.train.batch_size or _rows(config)
     if rows % window:
         divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = {max(n for n in divisors if n < window), min((n for n in divisors if n > window), default=rows)}
+        near = sorted({max(n for n in divisors if n < window), min((n for n in divisors if n > window), default=rows)})
         yield (
             f"--train.batch_size {window} does not divide the {rows} rollouts of a step (--rollout.batch_size x "
-            f"--rollout.n_samples_per_prompt): set it to {' or '.join(map(str, sorted(near)))}, or leave it out for all of them"
+            f"--rollout.n_samples_per_prompt): set it to {' or '.join(map(str, near))}, or leave it out for all"
         )
     in_flight = config.rollout.vllm_generate_batch_size
     if in_flight is not None and in_flight < config.rollout.batch_size:

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from molt_core.errors import ConfigError
+from molt_core.errors import ConfigError, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 Path = tuple[str, ...]
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`, did you mean X?` for the choice nearest to ``word``, or an empty string.
-
-    A choice whose last dotted part is the same as, or nearest to, the word's is taken when no whole choice is near.
-    """
-    choices = list(choices)
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.75)
-    if not near:
-        by_tail: dict[str, str] = {}
-        for choice in choices:
-            by_tail.setdefault(_tail(choice), choice)
-        near = [by_tail[tail] for tail in difflib.get_close_matches(_tail(word), by_tail, n=1, cutoff=0.75)]
-    if not near:
-        near = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f", did you mean {near[0]}?" if near else ""
-
-
-def _tail(dotted: str) -> str:
-    return dotted.rsplit(".", 1)[-1].lstrip("-")
 
 
 def submodel(annotation: Any) -> type[BaseModel] | None:

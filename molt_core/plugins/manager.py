@@ -12,20 +12,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 from packaging.utils import canonicalize_name
-from pydantic import BaseModel
 
 import molt_core
-from molt_core.component import Component
-from molt_core.config.shared import PluginsConfig
-from molt_core.config.validation import did_you_mean, validated
-from molt_core.errors import ConfigError
+from molt_core.errors import ConfigError, did_you_mean
 from molt_core.plugins import hookspecs, references
 from molt_core.plugins.compat import CORE, check_core
 from molt_core.plugins.hookspecs import EVENTS, KINDS
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from molt_core.component import Component
+    from molt_core.config.shared import PluginsConfig
 
 logger = logging.getLogger("molt")
 
@@ -161,6 +163,8 @@ class Plugins:
         return cls(self._config(cls, kind, name, args), **init)
 
     def _config(self, cls: type[Component], kind: str, name: str, args: Mapping[str, Any] | None) -> BaseModel:
+        from molt_core.config.validation import validated
+
         prefix = f"--{KINDS[kind].args}." if KINDS[kind].args else f"{kind} {name}: "
         if kind == "tracker":
             prefix += f"{name}."
@@ -332,6 +336,8 @@ def _call_each(event: str, callers: list[tuple[str, Callable[..., Any]]], **argu
 
 
 def _load_class(kind: str, ref: str | type, owner: str) -> type[Component]:
+    from molt_core.component import Component
+
     try:
         found = references.load(ref) if isinstance(ref, str) else ref
     except (Exception, SystemExit) as error:

@@ -1,0 +1,29 @@
+"""Where the logger "molt" writes: coloured on a terminal, plain lines elsewhere, always to stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def setup_logging(level: int = logging.INFO) -> None:
+    """Give the logger "molt" its one handler. May be called again; libraries' loggers are left alone."""
+    logger = logging.getLogger("molt")
+    logger.setLevel(level)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.addHandler(_handler())
+
+
+def _handler() -> logging.Handler:
+    handler: logging.Handler
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    return handler
