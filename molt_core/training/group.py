@@ -1,0 +1,248 @@
+"""The training ranks as the driver sees them: one object, whose methods block."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from molt_core.config.shared import FsdpConfig, ModelConfig
+from molt_core.errors import ConfigError
+from molt_core.plugins import PluginSpec
+from molt_core.training.packing import partition, plan_window
+from molt_core.training.rows import ObjectiveSpec, TrainRow, WeightedRow
+from molt_core.training.worker import TrainWorker, WorkerSpec
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+    from molt_core.training.objective import MetricSums
+
+logger = logging.getLogger("molt")
+
+_PLACEMENT_SECONDS = 300.0
+
+
+class TrainingError(RuntimeError):
+    """A training rank failed; the group cannot go on and should be closed."""
+
+
+class TrainGroup:
+    """A policy trained by one Ray actor per rank. Build it with :meth:`start`, end it with :meth:`close`.
+
+    Every method runs on all ranks and returns when all have finished. An error in one rank is raised here at once, as a
+    ConfigError if the user can fix it, else as a TrainingError.
+    """
+
+    def __init__(self, workers: Sequence[ActorHandle], placement: Any = None) -> None:
+        self._workers = list(workers)
+        self._placement = placement
+
+    @classmethod
+    def start(
+        cls,
+        model: ModelConfig,
+        fsdp: FsdpConfig,
+        *,
+        device: str,
+        seed: int = 42,
+        cpu_threads: int = 1,
+        num_optimizer_steps: int,
+        temperature: float = 1.0,
+        objective: ObjectiveSpec,
+        plugins: PluginSpec | None = None,
+    ) -> TrainGroup:
+        """Start num_nodes x num_gpus_per_node ranks and build the model on them.
+
+        ``device``: "cuda", one GPU per rank, or "cpu", ``cpu_threads`` threads per rank. ``num_optimizer_steps``: the
+        length of the learning-rate schedule. ``temperature``: that of the log-probs. Raises ConfigError when the cluster
+        does not have the GPUs, or when model, schedule or loss are not usable.
+        """
+        import ray
+
+        from molt_core.training.mesh import check_parallelism
+
+        check_parallelism(fsdp)
+        world = model.num_nodes * model.num_gpus_per_node
+        spec = WorkerSpec(
+            model,
+            fsdp,
+            device,
+            seed,
+            cpu_threads,
+            num_optimizer_steps,
+            temperature,
+            objective,
+            plugins or PluginSpec(),
+        )
+        placement = _place(model) if device == "cuda" else None
+        actor = ray.remote(TrainWorker)
+        workers = []
+        for rank in range(world):
+            options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "num_gpus": 1 if device == "cuda" else 0}
+            if placement is not None:
+                from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                    placement, placement_group_bundle_index=rank // model.num_gpus_per_node
+                )
+            workers.append(actor.options(**options).remote(rank, world, spec))
+        group = cls(workers, placement)
+        try:
+            local = "127.0.0.1" if model.num_nodes == 1 else None
+            host, port = _wait([workers[0].rendezvous.remote(local)], "rendezvous")[0]
+            group._call("setup", host, port)
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self._workers)
+
+    def update(
+        self,
+        windows: Sequence[Sequence[TrainRow]],
+        *,
+        max_tokens: int = 16384,
+        micro_batch_size: int | None = None,
+        recompute_old: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer step per window, on all ranks, with one denominator per window; returns metrics.
+
+        ``max_tokens``: padded tokens per micro-batch, or ``micro_batch_size`` rows. ``recompute_old``: the old log-probs
+        of every row are those of the weights before the first window, needed where there is more than one; otherwise a
+        row's old log-probs are its current ones. A window listed again (the same object) is another pass over it.
+        A window without an action token is not a step; it is counted in ``train/empty_windows``.
+        """
+        unique: dict[int, int] = {}
+        order = [unique.setdefault(id(window), len(unique)) for window in windows if any(r.num_actions for r in window)]
+        empty = len(windows) - len(order)
+        if empty:
+            logger.warning("%d of %d windows have no action token and are not trained", empty, len(windows))
+        metrics = {"train/optimizer_steps": float(len(order)), "train/empty_windows": float(empty)}
+        if not order:
+            return metrics
+        by_id = {id(window): window for window in windows}
+        planned = [
+            plan_window(by_id[key], self.world_size, max_tokens=max_tokens, micro_batch_size=micro_batch_size)
+            for key in unique
+        ]
+        per_rank = [[plans[rank] for plans in planned] for rank in range(self.world_size)]
+        sums = self._call_each("update", [(plans, order, recompute_old) for plans in per_rank])
+        metrics |= merge(sums)
+        metrics["train/optimizer_steps"] -= metrics["train/skipped_steps"]
+        return metrics
+
+    def logprobs(self, rows: Sequence[TrainRow], *, max_tokens: int = 16384) -> list[np.ndarray]:
+        """Log-probs of each row's actions under the current weights and the temperature, (T-1,), 0 off the actions."""
+        ranks = partition([row.length for row in rows], self.world_size, max_tokens=max_tokens)
+        arguments = [([[WeightedRow(rows[i]) for i in chunk] for chunk in rank],) for rank in ranks]
+        out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        for rank, results in zip(ranks, self._call_each("logprobs", arguments), strict=True):
+            for chunk, values in zip(rank, results, strict=True):
+                for i, value in zip(chunk, values, strict=True):
+                    out[i] = value
+        return out
+
+    def weights(self) -> list[ObjectRef]:
+        """References to chunks of the full weights, each a list of (name in the Hugging Face checkpoint, tensor).
+
+        They live in the object store of rank 0's node as long as the references do, and never pass through the driver.
+        """
+        return self._call("weights")[0]
+
+    def save(self, directory: Path, state: dict[str, Any]) -> None:
+        """Write everything that :meth:`load` needs into an existing folder; ``state`` becomes ``state.json`` there."""
+        self._call("save", Path(directory).absolute(), state)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Go on from a folder that :meth:`save` wrote, under any number of ranks; returns its ``state``."""
+        return self._call("load", Path(directory).absolute())[0]
+
+    def export_hf(self, directory: Path) -> None:
+        """Write a checkpoint that transformers and vLLM load, tokenizer included."""
+        self._call("export_hf", Path(directory).absolute())
+
+    def close(self) -> None:
+        """End all ranks and give their GPUs back. May be called twice."""
+        import ray
+
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+        if self._placement is not None:
+            ray.util.remove_placement_group(self._placement)
+            self._placement = None
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._call_each(method, [arguments] * self.world_size)
+
+    def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert self._workers, "the training group is closed"
+        return _wait([getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)], method)
+
+
+def merge(parts: Sequence[MetricSums]) -> dict[str, float]:
+    """Metrics of all ranks: Σ sums / Σ counts, the largest maximum; where nothing is counted, the sum itself."""
+    names = {name for part in parts for name in part.sums}
+    merged = {}
+    for name in sorted(names):
+        count = sum(part.counts.get(name, 0.0) for part in parts)
+        merged[name] = sum(part.sums.get(name, 0.0) for part in parts) / (count or 1.0)
+    for name in sorted({name for part in parts for name in part.maxima}):
+        merged[name] = max(part.maxima[name] for part in parts if name in part.maxima)
+    return merged
+
+
+def _wait(refs: Sequence[ObjectRef], method: str) -> list[Any]:
+    """Results in order. The first failure is raised at once: the other ranks may be waiting for the failed one."""
+    import ray
+
+    ranks = {ref: rank for rank, ref in enumerate(refs)}
+    pending = list(refs)
+    results: dict[ObjectRef, Any] = {}
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1)
+        for ref in done:
+            try:
+                results[ref] = ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ConfigError):
+                    raise ConfigError(str(error.cause)) from None
+                logger.debug("training rank %d: %s", ranks[ref], error)
+                cause = error.cause if error.cause is not None else error
+                raise TrainingError(
+                    f"training rank {ranks[ref]} failed in {method}: {type(cause).__name__}: {cause}"
+                ) from error
+            except ray.exceptions.RayActorError as error:
+                raise TrainingError(f"training rank {ranks[ref]} died in {method}: {error}") from error
+    return [results[ref] for ref in refs]
+
+
+def _place(model: ModelConfig) -> Any:
+    """One bundle of GPUs per node; ConfigError when the cluster does not have them, now or soon."""
+    import ray
+
+    world = model.num_nodes * model.num_gpus_per_node
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if there < world:
+        raise ConfigError(
+            f"training asks for {model.num_nodes} x {model.num_gpus_per_node} GPUs, but the cluster has {there}; lower "
+            "num_nodes or num_gpus_per_node, or write --device cpu"
+        )
+    bundles = [{"GPU": model.num_gpus_per_node}] * model.num_nodes
+    placement = ray.util.placement_group(bundles, strategy="STRICT_SPREAD" if model.num_nodes > 1 else "PACK")
+    if not placement.wait(_PLACEMENT_SECONDS):
+        ray.util.remove_placement_group(placement)
+        raise ConfigError(
+            f"the {world} GPUs for training did not become free on {model.num_nodes} nodes within "
+            f"{_PLACEMENT_SECONDS:.0f} s; ask for fewer GPUs, or stop what uses them"
+        )
+    return placement

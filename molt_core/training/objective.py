@@ -1,0 +1,106 @@
+"""What one micro-batch adds to the loss and to the metrics of its optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molt_core.algorithms.aggregate import Totals, aggregate
+from molt_core.algorithms.correction import correct, log_ratio
+from molt_core.algorithms.loss import Loss, LossInputs
+from molt_core.algorithms.masked import masked_sum
+from molt_core.plugins import PluginSpec, load_plugins
+from molt_core.training.packing import MicroBatch
+from molt_core.training.rows import ObjectiveSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSums:
+    """Local sums, counts and maxima; the mean over all ranks is Σ sums / Σ counts."""
+
+    sums: dict[str, float]
+    counts: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Tally:
+    """Adds metrics up on the device, so that the host waits once per update and not once per metric."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor | float] = {}
+        self._counts: dict[str, Tensor | float] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + total
+        self._counts[name] = self._counts.get(name, 0.0) + count
+
+    def add_masked(self, metrics: Mapping[str, Tensor], mask: Tensor) -> None:
+        """(B, L) metrics count once per action token, (B,) metrics once per row that has one."""
+        rows = mask.any(-1)
+        for name, value in metrics.items():
+            where = mask if value.dim() == 2 else rows
+            self.add(name, masked_sum(value.detach().double(), where), where.sum())
+
+    def add_max(self, name: str, value: Tensor) -> None:
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def result(self) -> MetricSums:
+        """Everything as numbers."""
+        return MetricSums(
+            *({k: float(v) for k, v in part.items()} for part in (self._sums, self._counts, self._maxima))
+        )
+
+
+class Objective:
+    """The loss of an ObjectiveSpec, with the window's denominators."""
+
+    def __init__(self, spec: ObjectiveSpec, plugins: PluginSpec) -> None:
+        self.spec = spec
+        self._loss: Loss | None = None
+        if spec.loss is not None:
+            self._loss = load_plugins(plugins).create("loss", spec.loss, dict(spec.loss_args))
+
+    @property
+    def is_supervised(self) -> bool:
+        return self._loss is None
+
+    def loss(
+        self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, old: Tensor, totals: Totals, tally: Tally
+    ) -> Tensor:
+        """This micro-batch's share of the window's loss, a scalar with a graph.
+
+        Policy: aggregate(token loss x correction weight) - entropy_coef * token mean of the entropy. Supervised: token
+        mean of -logprobs. ``old`` (B, T-1): log-probs before the update, without a graph.
+        """
+        if self._loss is None:
+            return aggregate(-logprobs, batch.mask, "token-mean", totals)
+        spec = self.spec
+        weights, corrections = correct(
+            old, batch.behaviour, batch.mask, spec.is_level, spec.is_mode, tuple(spec.is_threshold)
+        )
+        inputs = LossInputs(logprobs, old, batch.advantages, batch.mask)
+        token_loss, metrics = self._loss.token_loss(inputs)
+        corrected = torch.where(weights == 0, 0.0, token_loss * weights)
+        total = aggregate(corrected, batch.mask, spec.agg_mode, totals, row_weights=batch.weights)
+        tally.add_masked({f"train/{k}": v for k, v in {**metrics, **corrections}.items()}, batch.mask)
+        if entropy is not None:
+            tally.add_masked({"train/entropy": entropy}, batch.mask)
+            if spec.entropy_coef:
+                total = total - spec.entropy_coef * aggregate(entropy, batch.mask, "token-mean", totals)
+        return total
+
+
+def add_mismatch(tally: Tally, old: Tensor, batch: MicroBatch) -> None:
+    """How far the trainer's log-probs are from the engine's on the same tokens, before any update.
+
+    With x = clamp(log π_trainer - log π_engine, ±30): ``abs_max`` is max |x|; ``k3`` the mean of exp(x) - 1 - x, an
+    estimate of KL(engine || trainer); ``ratio_mean`` the mean of exp(x), which is 1 in expectation without a mismatch.
+    """
+    x, _ = log_ratio(old, batch.behaviour, batch.mask)
+    x = x.double()
+    tally.add_masked({"mismatch/k3": x.exp() - 1 - x, "mismatch/ratio_mean": x.exp()}, batch.mask)
+    tally.add_max("mismatch/abs_max", x.abs().max())
