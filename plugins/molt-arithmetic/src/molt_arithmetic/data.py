@@ -23,9 +23,11 @@ class Split(NamedTuple):
 def make_problems(n: int, *, seed: int, digits: int = 1, operations: str = "+") -> list[dict[str, str]]:
     """n different problems ``{"question": "3+4=", "answer": "7"}``, in an order drawn from the seed.
 
-    ``digits``: most digits of an operand; ``operations``: any of "+", "-", "*". Raises ValueError when an operation is
-    unknown or when there are fewer than n different problems.
+    ``digits``: most digits of an operand, 1 to 9; ``operations``: any of "+", "-", "*". Raises ValueError when one of
+    them is not, or when there are fewer than n different problems.
     """
+    if not 1 <= digits <= 9:
+        raise ValueError(f"digits must be 1 to 9, got {digits}")
     unknown = sorted(set(operations) - _OPERATIONS.keys())
     if unknown or not operations:
         raise ValueError(f"operations must be some of {' '.join(_OPERATIONS)}, got {operations!r}")

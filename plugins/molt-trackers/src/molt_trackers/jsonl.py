@@ -59,7 +59,8 @@ def _open(path: Path, resumed_step: int) -> TextIO:
             _keep_until(path, resumed_step)
         else:
             os.replace(path, path.with_name(path.name + ".old"))
-    return path.open("a", encoding="utf-8")
+    # A lone surrogate has no UTF-8 form; its backslash form is what JSON writes for it.
+    return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
 def _keep_until(path: Path, step: int) -> None:
