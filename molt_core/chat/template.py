@@ -6,6 +6,7 @@ Everything is read off the tokenizer's own Jinja template, by rendering it and l
 from __future__ import annotations
 
 import json
+import logging
 import os.path
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from molt_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("molt")
 
 _USER, _ASSISTANT, _NEXT = "\ue000", "\ue001", "\ue002"
 """Contents of probe messages: private-use characters, which no template writes."""
@@ -156,25 +159,29 @@ class ChatTemplate(Component):
                 f"the chat template does not show where assistant message {i} begins, rewrite or drop the row"
             )
         start += len(bridge)
+        return start, self._turn_end(messages, i, text, tools, start)
 
-        end, header = len(text), self._layout.headers.get(None)
+    def _turn_end(self, messages: list[Message], i: int, text: str, tools: Any, start: int) -> int:
+        """Where in ``text`` assistant message ``i``, which begins at ``start``, ends."""
+        end, role, heads = len(text), None, {""}
         for j in range(i + 1, len(messages)):
             point = self._anchor(messages, j, text, tools)
             if point is not None and point >= start:
-                content = _text_of(messages[j])
-                head = content[: _middle(messages[j]["role"], content)].lstrip()
-                header = self._layout.headers.get(messages[j]["role"])
-                end, header = point, None if header is None else header + head
+                content, role = _text_of(messages[j]), messages[j]["role"]
+                head = content[: _middle(role, content)]
+                end, heads = point, {head, head.lstrip()}  # templates may strip a content
                 break
-        if header is not None and text.endswith(header, start, end):
-            return start, end - len(header)
+        if role in self._layout.headers:
+            for head in heads:
+                if text.endswith(self._layout.headers[role] + head, start, end):
+                    return end - len(self._layout.headers[role] + head)
         stops = {s for s, token_id in self._special_ids.items() if token_id in self.stop_token_ids}
         ends = [m.end() for m in self._special.finditer(text, start, end) if m[0] in stops]
         if not ends:
             raise ConfigError(
                 f"the chat template does not show where assistant message {i} ends, rewrite or drop the row"
             )
-        return start, ends[-1]
+        return ends[-1]
 
     def _anchor(self, messages: list[Message], j: int, text: str, tools: Any, prompt: bool = False) -> int | None:
         """Where the middle of message ``j``'s content is in ``text``; None if ``text`` does not hold it once."""
@@ -363,13 +370,14 @@ def _middle(role: str, content: str) -> int:
 
 
 def _generation_eos(name: str) -> list[int]:
-    """End-of-turn ids of a checkpoint's generation config; none if it has no such file."""
-    from transformers import GenerationConfig
-
+    """End-of-turn ids of a checkpoint's generation config; none, with a warning, if it has no such file."""
     if not name:
         return []
+    from transformers import GenerationConfig
+
     try:
         eos = GenerationConfig.from_pretrained(name).eos_token_id
     except (OSError, ValueError):
+        logger.warning("%s has no generation config: its stop tokens are those of the template and the tokenizer", name)
         return []
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
