@@ -24,6 +24,14 @@ def _handler() -> logging.Handler:
         handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
-        handler = logging.StreamHandler()
+        handler = _Stderr()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     return handler
+
+
+class _Stderr(logging.StreamHandler):
+    """Writes to what is standard error at the time, which may have been redirected since."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)

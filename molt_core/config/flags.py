@@ -137,7 +137,10 @@ def resolve(model: type[Model], files: Iterable[Path], options: Iterable[Mapping
     data: dict[str, Any] = {}
     for file in files:
         table = read_toml(file)
-        refuse_unknown_keys(model, table, lambda path, file=file: f"{'.'.join(path)} in {file}")  # type: ignore[misc]
+        try:
+            refuse_unknown_keys(model, table, ".".join)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
         data = merge(data, table)
     for option in options:
         data = merge(data, option)
