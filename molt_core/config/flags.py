@@ -52,9 +52,9 @@ class Flag:
 def flags(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[Flag]:
     """The options of a model, in the order of its fields."""
     for name, field in model.model_fields.items():
-        nested = submodel(field.annotation)
-        if nested is not None:
-            yield from flags(nested, (*prefix, name))
+        section = submodel(field.annotation)
+        if section is not None:
+            yield from flags(section, (*prefix, name))
         else:
             yield _flag((*prefix, name), field)
 

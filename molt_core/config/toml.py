@@ -14,7 +14,7 @@ from molt_core.errors import ConfigError
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file; ConfigError names the file, and the line where the syntax is wrong."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -97,6 +97,17 @@ def test_a_name_offered_twice_is_an_error_in_every_path_order(install, order):
     assert plugins.resolve("environment", "alpha-own").__module__ == "alpha_env"
 
 
+def test_a_plugin_cannot_take_the_place_of_a_built_in(install):
+    source = PLUGIN.format(name="default", module="gamma_env").replace("environments", "chat_templates")
+    install("gamma", {"p": "gamma_m"}, {"gamma_m": source + '    register("own", "gamma_env:Sums")\n'})
+    plugins = load_plugins()
+    with pytest.raises(ConfigError, match="default is offered by gamma and molt-core"):
+        plugins.resolve("chat-template", "default")
+    assert plugins.resolve("chat-template", "molt-core/default").__module__ == "molt_core.chat.template"
+    assert plugins.names("chat-template") == ["gamma/default", "molt-core/default", "own"]
+    assert load_plugins(PluginSpec(disable=("gamma",))).resolve("chat-template", "default")
+
+
 def test_a_distribution_twice_on_the_path_is_no_collision_and_the_first_counts(install):
     files = {"twice_m": PLUGIN.format(name="twice", module="twice_env"), "twice_env": ENV}
     install("molt-twice", {"p": "twice_m"}, files, version="1.0", site="old")
@@ -154,6 +165,13 @@ def test_two_entry_points_of_one_distribution_cannot_register_the_same_name(inst
     plugins = load_plugins()
     assert record(plugins, "one").status == "loaded"
     assert "environment same is registered twice by molt-pair" in record(plugins, "two").error
+
+
+def test_an_entry_point_that_is_no_module_or_object_with_hooks_harms_no_other(install, sums):
+    install("molt-bad", {"bad": "bad_m:plugin"}, {"bad_m": "plugin = {}"})
+    plugins = load_plugins()
+    assert "unhashable" in record(plugins, "bad").error
+    assert plugins.resolve("environment", "sums")
 
 
 def test_a_missing_attribute_of_the_entry_point_is_a_failure(install):
