@@ -2,9 +2,9 @@
 
 A plugin package has one entry point in the group ``molt`` that points at a light module. Functions of that module
 named after a hook and marked with ``molt_core.hookimpl`` are called; an implementation may leave out arguments that it
-does not use. Registration hooks run when plugins are loaded, in the driver and in every worker. Event hooks run where the event
-happens: `molt_rollout_finished` in the process that runs environments, the others in the driver. An exception in one
-is logged with the plugin's name and never stops a run or another plugin.
+does not use. Registration hooks run when plugins are loaded, in the driver and in every worker. Event hooks run where
+the event happens: `molt_rollout_finished` in the process that runs environments, the others in the driver. An exception
+in one is logged with the plugin's name and never stops a run or another plugin.
 """
 
 from __future__ import annotations
