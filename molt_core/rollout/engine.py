@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -11,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from molt_core.rollout.actors import EngineDiedError, call_actor
+
 if TYPE_CHECKING:
     from molt_core.config.rl import VllmConfig
 
@@ -18,10 +19,6 @@ logger = logging.getLogger("molt")
 
 MAX_CONCURRENT_CALLS = 1_000_000
 """Calls that one engine actor may hold. vLLM queues requests itself; a lower limit would hold back pause and resume."""
-
-
-class EngineDiedError(RuntimeError):
-    """An engine cannot answer any more; the run has to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,18 +295,7 @@ class RemoteEngine:
         await self._call("shutdown")
 
     async def _call(self, method: str, *args: Any) -> Any:
-        import ray
-        from ray.exceptions import RayActorError
-
-        try:
-            ref = getattr(self.actor, method).remote(*args)
-            try:
-                return await ref
-            except asyncio.CancelledError:
-                ray.cancel(ref, recursive=False)
-                raise
-        except RayActorError as error:
-            raise EngineDiedError(f"an engine actor died: {error}") from error
+        return await call_actor(self.actor, method, *args, died=EngineDiedError)
 
 
 def start_engines(settings: EngineSettings, num_engines: int) -> list[RemoteEngine]:

@@ -13,16 +13,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from molt_core.rollout.actors import WeightsIncompleteError
+
 if TYPE_CHECKING:
     import torch
 
     from molt_core.rollout.engine import Engine, RemoteEngine
 
 logger = logging.getLogger("molt")
-
-
-class WeightsIncompleteError(RuntimeError):
-    """After a refit some parameter still has its old value, or some tensor that was sent has no place."""
 
 
 class Refitter:
@@ -166,7 +164,7 @@ def _read_chunk(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def _repack_for_cpu(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) -> None:
+def _repack_for_cpu(model: torch.nn.Module, tied: Sequence[Any]) -> None:
     """Repack for the CPU kernels what vLLM 0.32 repacks at the first load only: experts, and tied output layers.
 
     Without it they compute from old or wrongly laid out weights, without an error.
@@ -239,7 +237,7 @@ class LoadCounter:
         """Whether nothing was loaded into this layer and all its parameters belong to a layer that is finished."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        parameters = (info.kernel_tensors or ({}, {}))[0].values()
+        parameters = info.kernel_tensors[0].values() if info.kernel_tensors else ()
         sharing = [self._layers_of[id(parameter)] for parameter in parameters]
         return bool(sharing) and all(
             any(not get_layerwise_info(layer).can_load() for layer in layers) for layers in sharing
