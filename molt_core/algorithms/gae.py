@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64
-_CHUNK_ROWS = 4096
+_CHUNK_ROWS = 1024
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, token_kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
@@ -73,13 +73,16 @@ def gae(
         if not width:
             continue
         dense = torch.arange(width) < counts[:, None]
-        r = torch.zeros(dense.shape, dtype=torch.float64).masked_scatter_(dense, rewards[rows][m].double())
-        v = torch.zeros(dense.shape, dtype=torch.float64).masked_scatter_(dense, values[rows][m].double())
+        r = torch.zeros(dense.shape, dtype=torch.float64).masked_scatter_(
+            dense, rewards[rows].masked_select(m).double()
+        )
+        v = torch.zeros(dense.shape, dtype=torch.float64).masked_scatter_(dense, values[rows].masked_select(m).double())
         after = torch.cat([v[:, 1:], v.new_zeros(len(v), 1)], dim=-1)
         if bootstrap is not None:
             acting = counts > 0
             after[acting, counts[acting] - 1] = bootstrap[rows][acting].double()
-        a = discounted_sum(torch.where(dense, r + gamma * after - v, 0.0), gamma * lam)
-        advantages[rows].masked_scatter_(m, a[dense].float())
-        returns[rows].masked_scatter_(m, (a + v)[dense].float())
+        # All three are 0 after the last action, and so is the error there.
+        a = discounted_sum(r.add_(after, alpha=gamma).sub_(v), gamma * lam)
+        advantages[rows].masked_scatter_(m, a.float().masked_select(dense))
+        returns[rows].masked_scatter_(m, v.add_(a).float().masked_select(dense))
     return advantages, returns

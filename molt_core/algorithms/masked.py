@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 VARIANCE_FLOOR = 1e-8
-_CHUNK_ROWS = 4096
+_CHUNK_ROWS = 1024
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -31,4 +31,7 @@ def whiten(x: Tensor, weights: Tensor) -> Tensor:
     mean = sum(float((torch.where(w > 0, c, 0.0).double() * w).sum()) for c, w in chunks) / total
     squares = sum(float((torch.where(w > 0, c - mean, 0.0).double().square() * w).sum()) for c, w in chunks)
     scale = max(squares / total, VARIANCE_FLOOR) ** 0.5
-    return torch.cat([torch.where(w > 0, (c - mean) / scale, 0.0) for c, w in chunks]) if chunks else x
+    out = torch.empty_like(x)
+    for part, (c, w) in zip(out.split(_CHUNK_ROWS), chunks, strict=True):
+        part.copy_(torch.where(w > 0, (c - mean) / scale, 0.0))
+    return out
