@@ -24,23 +24,22 @@ def _is_cuda(value: Any) -> bool:
 class _CudaMeansCpu(TorchFunctionMode):
     """Reads every CUDA device, object, string or bare index, as the CPU."""
 
-    _MOVES = (torch.device, torch.Tensor.to, torch._C._nn._parse_to)
-    """Functions whose first positional argument after the tensor may be a bare device index."""
+    _TAKES_INDEX = (torch.device, torch.Tensor.to, torch._C._nn._parse_to)
+    """Functions that take a bare device index as a positional argument."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if _is_cuda(device) or (type(device) is int):
+        if _is_cuda(kwargs.get("device")) or type(kwargs.get("device")) is int:
             kwargs["device"] = torch.device("cpu")
-        if func in self._MOVES:
-            if func is torch.device and args and (_is_cuda(args[0]) or type(args[0]) is int):
-                return func("cpu")
+        if func in self._TAKES_INDEX:
             args = tuple("cpu" if _is_cuda(a) or type(a) is int else a for a in args)
+            if func is torch.device:
+                args = args[:1]  # torch.device("cuda", 0): the second "cpu" was the index
         return func(*args, **kwargs)
 
 
 @contextmanager
 def automodel_on_cpu() -> Iterator[None]:
     """Let AutoModel construct a model on the CPU. Only for construction: it costs Python time per torch call."""
-    with mock.patch.object(torch.cuda, "current_device", lambda: 0), _CudaMeansCpu():
+    with mock.patch.object(torch.cuda, "current_device", return_value=0), _CudaMeansCpu():
         yield

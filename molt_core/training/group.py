@@ -59,8 +59,8 @@ class TrainGroup:
         """Start num_nodes x num_gpus_per_node ranks and build the model on them.
 
         ``device``: "cuda", one GPU per rank, or "cpu", ``cpu_threads`` threads per rank. ``num_optimizer_steps``: the
-        length of the learning-rate schedule. ``temperature``: that of the log-probs. Raises ConfigError when the cluster
-        does not have the GPUs, or when model, schedule or loss are not usable.
+        length of the learning-rate schedule. ``temperature``: that of the log-probs. Raises ConfigError when the
+        cluster does not have the GPUs, or when model, schedule or loss are not usable.
         """
         import ray
 
@@ -80,8 +80,8 @@ class TrainGroup:
             plugins or PluginSpec(),
         )
         placement = _place(model) if device == "cuda" else None
-        actor = ray.remote(TrainWorker)
-        workers = []
+        actor: Any = ray.remote(TrainWorker)
+        workers: list[ActorHandle] = []
         for rank in range(world):
             options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "num_gpus": 1 if device == "cuda" else 0}
             if placement is not None:
@@ -116,10 +116,10 @@ class TrainGroup:
     ) -> dict[str, float]:
         """One optimizer step per window, on all ranks, with one denominator per window; returns metrics.
 
-        ``max_tokens``: padded tokens per micro-batch, or ``micro_batch_size`` rows. ``recompute_old``: the old log-probs
-        of every row are those of the weights before the first window, needed where there is more than one; otherwise a
-        row's old log-probs are its current ones. A window listed again (the same object) is another pass over it.
-        A window without an action token is not a step; it is counted in ``train/empty_windows``.
+        ``max_tokens``: padded tokens per micro-batch, or ``micro_batch_size`` rows. ``recompute_old``: the old
+        log-probs of every row are those of the weights before the first window, needed where there is more than one;
+        otherwise a row's old log-probs are its current ones. A window listed again (the same object) is another
+        pass over it. A window without an action token is not a step; it is counted in ``train/empty_windows``.
         """
         unique: dict[int, int] = {}
         order = [unique.setdefault(id(window), len(unique)) for window in windows if any(r.num_actions for r in window)]

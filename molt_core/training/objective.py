@@ -79,9 +79,7 @@ class Objective:
         if self._loss is None:
             return aggregate(-logprobs, batch.mask, "token-mean", totals)
         spec = self.spec
-        weights, corrections = correct(
-            old, batch.behaviour, batch.mask, spec.is_level, spec.is_mode, tuple(spec.is_threshold)
-        )
+        weights, corrections = correct(old, batch.behaviour, batch.mask, spec.is_level, spec.is_mode, spec.is_threshold)
         inputs = LossInputs(logprobs, old, batch.advantages, batch.mask)
         token_loss, metrics = self._loss.token_loss(inputs)
         corrected = torch.where(weights == 0, 0.0, token_loss * weights)

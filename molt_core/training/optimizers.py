@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from molt_core.config.shared import AdamConfig, ModelConfig
 from molt_core.errors import ConfigError
@@ -44,7 +44,8 @@ def build_scheduler(optimizer: Optimizer, config: ModelConfig, num_steps: int) -
     name = config.lr_scheduler
     if name not in known:
         raise ConfigError(f"lr_scheduler {name!r} is not usable here; write one of {', '.join(known)}")
-    accepts = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
+    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+    accepts = inspect.signature(function).parameters
     warmup = math.ceil(num_steps * config.lr_warmup_ratio)
     specific: dict[str, float] = {}
     if "min_lr_rate" in accepts:

@@ -22,8 +22,8 @@ def partition(
     """Row indices per rank and micro-batch; every index once, every rank equally many micro-batches.
 
     Rows are sorted by length, so that a micro-batch pads little. A micro-batch holds ``micro_batch_size`` rows, or, if
-    that is None, as many as fit into ``max_tokens`` padded tokens (rows x longest); a longer row is alone. Micro-batches
-    that run at the same time on different ranks are of similar size. With fewer rows than ranks some are empty.
+    that is None, as many as fit into ``max_tokens`` padded tokens (rows x longest); a longer row is alone. What runs at
+    the same time on different ranks is of similar size. With fewer rows than ranks some micro-batches are empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     chunks: list[list[int]] = []

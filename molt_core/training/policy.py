@@ -53,16 +53,19 @@ class Policy:
         self.model = model
         self.rank = rank
         self.temperature = temperature
-        self._head = model.get_output_embeddings()
+        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
         self._check_head()
 
-    def score(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def score(
+        self, batch: MicroBatch, *, entropy: bool = False, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (B, T-1) float32 of the batch's action tokens at the temperature, 0 elsewhere; and entropies.
 
         log softmax(logits / temperature) of the next token. Logits exist for the action positions only, HEAD_ROWS at a
-        time, and are computed again in the backward pass. ``entropy``: also -Σ p log p of each distribution, (B, T-1).
+        time, and are computed again in the backward pass. ``entropy``: also -Σ p log p of each
+        distribution, (B, T-1), which has a gradient only with ``entropy_grad``.
         """
-        with self._scoring_head(batch.index, batch.targets, entropy):
+        with self._scoring_head(batch, (entropy, entropy_grad)):
             packed = self._forward(batch).float()
         width = batch.ids.shape[1]
 
@@ -124,7 +127,7 @@ class Policy:
         return torch.autocast(self.rank.device.type, self.rank.dtype)
 
     @contextmanager
-    def _scoring_head(self, index: Tensor, targets: Tensor, entropy: bool) -> Iterator[None]:
+    def _scoring_head(self, batch: MicroBatch, entropy: tuple[bool, bool]) -> Iterator[None]:
         """While it is open, the output embedding gives (N, 1 or 2) log-probs and entropies instead of (B, T, V) logits.
 
         The replaced forward runs inside the module's own call, so that the hooks of FSDP around it stay as they are.
@@ -132,8 +135,8 @@ class Policy:
         project = self._head.forward
 
         def forward(hidden: Tensor) -> Tensor:
-            hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
-            chunks = zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True)
+            hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.index)
+            chunks = zip(hidden.split(HEAD_ROWS), batch.targets.split(HEAD_ROWS), strict=True)
             return torch.cat(
                 [
                     checkpoint(_token_scores, project, rows, ids, self.temperature, entropy, use_reentrant=False)
@@ -168,11 +171,13 @@ class Policy:
 
 
 def _token_scores(
-    project: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+    project: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, entropy: tuple[bool, bool]
 ) -> Tensor:
-    """Log-prob, and entropy if asked for, of each row's target, (rows, 1 or 2) float32."""
+    """Log-prob, and entropy if asked for (with gradient if asked for), of each row's target, (rows, 1 or 2) float32."""
     logp = (project(hidden).float() / temperature).log_softmax(-1)
     columns = [logp.gather(-1, targets[:, None])[:, 0]]
-    if entropy:
-        columns.append(-(logp.exp() * logp).sum(-1))
+    wanted, with_gradient = entropy
+    if wanted:
+        source = logp if with_gradient else logp.detach()
+        columns.append(-(source.exp() * source).sum(-1))
     return torch.stack(columns, -1)

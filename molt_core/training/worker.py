@@ -95,7 +95,7 @@ class TrainWorker:
         self.policy = Policy(model, place, spec.temperature)
         self.optimizer = build_optimizer(model.parameters(), spec.model.adam)
         self.scheduler = build_scheduler(self.optimizer, spec.model, spec.num_optimizer_steps)
-        self.pad_id = model.config.pad_token_id or 0
+        self.pad_id: int = getattr(model.config, "pad_token_id", None) or 0
 
     def update(self, plans: Sequence[WindowPlan], order: Sequence[int], recompute_old: bool) -> MetricSums:
         """One optimizer step per entry of ``order``, an index into ``plans``."""
@@ -106,7 +106,7 @@ class TrainWorker:
         old: list[list[torch.Tensor] | None] = [None] * len(windows)
         if recompute_old and not self.objective.is_supervised:
             for w in sorted(set(order) - {order[0]}):
-                old[w] = [self.policy.logprobs(batch.to(self.policy.rank.device)).cpu() for batch in windows[w]]
+                old[w] = [self.policy.logprobs(batch) for batch in windows[w]]
         for n, w in enumerate(order):
             seen = self._step(plans[w], windows[w], old[w], tally)
             if n == 0:
@@ -125,15 +125,17 @@ class TrainWorker:
 
         from molt_core.algorithms.aggregate import Totals
 
-        device, totals = self.policy.rank.device, Totals(plan.tokens, plan.sequences, plan.prompts)
+        totals = Totals(plan.tokens, plan.sequences, plan.prompts)
         seen: list[torch.Tensor] = []
         for k, batch in enumerate(window):
-            batch = batch.to(device)
             self.policy.sync_gradients(k == len(window) - 1)
-            logprobs, entropy = self.policy.score(batch, entropy=not self.objective.is_supervised)
-            seen.append(logprobs.detach().cpu())
-            before = logprobs.detach() if old is None else old[k].to(device)
-            loss = self.objective.loss(batch, logprobs, entropy, before, totals, tally)
+            logprobs, entropy = self.policy.score(
+                batch,
+                entropy=not self.objective.is_supervised,
+                entropy_grad=self.spec.objective.entropy_coef != 0,
+            )
+            seen.append(logprobs.detach())
+            loss = self.objective.loss(batch, logprobs, entropy, old[k] if old else seen[-1], totals, tally)
             name = "train/loss" if self.objective.is_supervised else "train/policy_loss"
             tally.add(name, loss.detach().double(), (self.rank == 0) / len(window))
             # A loss that is not finite makes every gradient NaN on every rank, so that all of them skip the step.
@@ -165,7 +167,7 @@ class TrainWorker:
         plan = WindowPlan(tuple(tuple(rows) for rows in micro_batches), 0, 0, 0)
         results = []
         for rows, batch in zip(plan.micro_batches, self._collate(plan), strict=True):
-            values = self.policy.logprobs(batch.to(self.policy.rank.device)).cpu().numpy()
+            values = self.policy.logprobs(batch).cpu().numpy()
             results.append([values[i, : item.row.length - 1] for i, item in enumerate(rows)])
         return results
 
@@ -179,7 +181,7 @@ class TrainWorker:
                 [item.row.advantage for item in rows],
                 [item.weight for item in rows],
                 self.pad_id,
-            )
+            ).to(self.policy.rank.device)
             for rows in plan.micro_batches
         ]
 
