@@ -7,7 +7,6 @@ or ranks, so that the value and its gradient do not depend on how the window was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,18 +64,3 @@ def aggregate(
     assert mode == "prompt-mean-token-mean", f"unknown aggregation {mode!r}"
     assert row_weights is not None, "prompt-mean-token-mean needs row_weights"
     return (row_means * row_weights).sum() / max(totals.prompts, 1)
-
-
-def metric_sums(metrics: Mapping[str, Tensor], mask: Tensor) -> dict[str, tuple[float, int]]:
-    """Sum and count of each metric, to be added over micro-batches and ranks and divided once.
-
-    A metric of shape (B, L) is averaged over the mask's tokens, one of shape (B,) over the rows with an action token.
-    """
-    rows = mask.any(dim=-1)
-    tokens, sequences = int(mask.sum()), int(rows.sum())
-    return {
-        name: (float(masked_sum(value, mask)), tokens)
-        if value.dim() == 2
-        else (float(masked_sum(value, rows)), sequences)
-        for name, value in ((name, value.detach().double()) for name, value in metrics.items())
-    }

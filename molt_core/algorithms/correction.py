@@ -76,10 +76,10 @@ def correct(
     """
     import torch
 
+    check_correction(level, mode, threshold)
     if level == "off":
         return mask.to(torch.float32), {}
     assert behaviour is not None, "a correction needs the engine's log-probs"
-    assert mode == "mask" or level == "token", "checked by check_correction"
     with torch.no_grad():
         low, high = threshold
         x, exists = log_ratio(logprobs_old.float(), behaviour.float(), mask)

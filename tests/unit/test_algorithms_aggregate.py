@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt_core.algorithms.aggregate import MODES, Totals, aggregate, metric_sums
+from molt_core.algorithms.aggregate import MODES, Totals, aggregate
 
 # Rows of 3, 1, 0 and 2 action tokens; the first two rows belong to one prompt, the last to another.
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0], [99.0, 99.0, 99.0], [5.0, 99.0, 7.0]])
@@ -71,9 +71,3 @@ def test_a_masked_token_of_any_value_changes_nothing(mode, value):
     assert aggregate(wider, mask, mode, TOTALS, row_weights=ROW_WEIGHTS) == aggregate(
         LOSS, MASK, mode, TOTALS, row_weights=ROW_WEIGHTS
     )
-
-
-def test_metrics_per_token_and_per_row_are_summed_with_their_own_counts():
-    per_row = torch.tensor([0.25, 0.5, float("nan"), 0.75])
-    sums = metric_sums({"token": LOSS, "row": per_row}, MASK)
-    assert sums == {"token": (22.0, 6), "row": (1.5, 3)}

@@ -1,6 +1,8 @@
 """Importance correction between the sampling and the training policy."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -124,11 +126,19 @@ def test_a_token_without_a_ratio_is_dropped_and_counted():
 def test_impossible_corrections_are_refused(level, mode, threshold, says):
     with pytest.raises(ConfigError, match=says):
         check_correction(level, mode, threshold)
+    with pytest.raises(ConfigError, match=says):
+        correct(OLD, ROLLOUT, MASK, level, mode, threshold)
 
 
 @pytest.mark.parametrize(("level", "mode"), WAYS)
 def test_possible_corrections_are_accepted(level, mode):
     assert check_correction(level, mode, BAND) is None
+
+
+def test_the_check_is_light_enough_for_launch():
+    code = "import sys, molt_core.algorithms.correction; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
 
 
 def test_binary_kl_and_total_variation_of_one_token():

@@ -10,7 +10,8 @@ from molt_losses.losses import Cispo, Gspo, Ppo, Reinforce
 from pydantic import ValidationError
 
 from molt_core import LossInputs
-from molt_core.algorithms.aggregate import Totals, aggregate, metric_sums
+from molt_core.algorithms.aggregate import Totals, aggregate
+from molt_core.algorithms.masked import masked_mean
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,6 +28,11 @@ def inputs(logprobs, old, advantages, mask=None):
     logprobs = torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
     mask = torch.ones_like(logprobs).bool() if mask is None else torch.tensor(mask).bool()
     return LossInputs(logprobs, torch.tensor(old), torch.tensor(advantages), mask)
+
+
+def averaged(metrics, mask):
+    """Each metric over the mask, or over the rows with an action token."""
+    return {k: masked_mean(v, mask if v.dim() == 2 else mask.any(-1)).item() for k, v in metrics.items()}
 
 
 def from_ratios(ratios, advantages):
@@ -62,8 +68,7 @@ def test_gspo_uses_one_ratio_per_sequence_over_its_action_tokens(masked):
     given_ = inputs([[0.2, 0.4, -0.3, a], [-0.5, 0.1, b, c]], [[0.0] * 4] * 2, [[1.0] * 4, [-1.0] * 4], GSPO_MASK)
     loss, metrics = make(Gspo, eps_clip_low_high=(0.1, 0.1)).token_loss(given_)
     torch.testing.assert_close(metrics["policy_ratio"], torch.tensor([1.105171, 0.818731]))
-    total, count = metric_sums(metrics, given_.mask)["policy_ratio"]
-    assert total / count == pytest.approx(0.961951, abs=1e-5)
+    assert averaged(metrics, given_.mask)["policy_ratio"] == pytest.approx(0.961951, abs=1e-5)
     value = aggregate(loss, given_.mask, "seq-mean-token-mean", Totals(tokens=5, sequences=2))
     assert value.item() == pytest.approx(-0.1, abs=1e-5)
     value.backward()
@@ -128,7 +133,7 @@ def test_a_masked_token_of_any_value_changes_nothing(loss, value):
     assert got[:, 2].tolist() == [0.0, 0.0]
     assert wide.logprobs.grad[:, :2].tolist() == plain.logprobs.grad.tolist()
     assert wide.logprobs.grad[:, 2].tolist() == [0.0, 0.0]
-    assert metric_sums(metrics, wide.mask) == metric_sums(expected_metrics, plain.mask)
+    assert averaged(metrics, wide.mask) == averaged(expected_metrics, plain.mask)
 
 
 extreme = st.sampled_from([NAN, INF, -INF, 0.0, -1.0, -100.0, -1e30])
