@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from molt_core.metrics import excluded_metrics, info_metrics, length_metrics
+from molt_core.rollout.runner import RolloutSummary, SamplingSettings
 
 if TYPE_CHECKING:
+    from molt_core.config import RLConfig
     from molt_core.rollout.generator import GroupDispatcher
-    from molt_core.rollout.runner import RolloutSummary, SamplingSettings
 
 
 class Evaluator:
     """Runs every held-out prompt once per call and reports rewards per rollout, failures apart."""
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        dispatcher: GroupDispatcher,
-        sampling: SamplingSettings,
-        num_samples: int,
-        seed: int,
-    ) -> None:
-        self.rows, self.dispatcher, self.sampling = rows, dispatcher, sampling
-        self.num_samples, self.seed = num_samples, seed
+    def __init__(self, rows: Sequence[Mapping[str, Any]], dispatcher: GroupDispatcher, config: RLConfig) -> None:
+        self.rows, self.dispatcher, self.seed = rows, dispatcher, config.train.seed
+        self.num_samples = config.eval.n_samples_per_prompt
+        temperature = config.eval.temperature
+        self.sampling = SamplingSettings(
+            temperature=config.rollout.temperature if temperature is None else temperature,
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        )
 
     async def run(self, version: int) -> dict[str, float]:
         """Metrics ``eval/*``: mean reward, pass@1 (mean over prompts of the mean), pass@n (of the maximum), lengths."""

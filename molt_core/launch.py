@@ -7,22 +7,44 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import ray
+
+from molt_core.chat.template import load_tokenizer
+from molt_core.config import RLConfig, SFTConfig
 from molt_core.config.checks import check_rl
+from molt_core.config.checks import check_sft as check_sft_options
+from molt_core.data.conversations import Conversations, read_conversations
 from molt_core.data.prompts import PromptCursor
 from molt_core.data.rows import read_rows
 from molt_core.errors import ConfigError
+from molt_core.evaluation import Evaluator
+from molt_core.loop import Parts, num_windows
+from molt_core.loop import train as run_loop
+from molt_core.plugins import Plugins
+from molt_core.progress import Progress
+from molt_core.rollout.engine import EngineSettings, RemoteEngine, start_engines
+from molt_core.rollout.generator import Generator, GeneratorSettings, GroupDispatcher
+from molt_core.rollout.refit import Refitter
+from molt_core.rollout.runner import RunnerSettings, start_runners
+from molt_core.run import RunDir, RunRecorder, make_trackers, read_state, resume_point
+from molt_core.training.checkpoints import CheckpointStore
+from molt_core.training.group import TrainGroup
+from molt_core.training.rows import ObjectiveSpec
+from molt_core.training.sft import num_sft_steps, run_sft
 
 if TYPE_CHECKING:
-    from molt_core.config import RLConfig, SFTConfig
-    from molt_core.plugins import Plugins
+    from molt_core.agents.env import Env
+    from molt_core.algorithms.estimator import Estimator
 
 logger = logging.getLogger("molt")
+
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -31,14 +53,15 @@ class TrainInputs:
 
     rows: list[dict[str, Any]]
     eval_rows: list[dict[str, Any]]
-    device: str
+    device: Device
     total_steps: int
 
 
 def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
     """Check everything that can be checked without starting a process. Raises ConfigError."""
-    env = plugins.validate("environment", config.env.name, config.env.args)
-    estimator = plugins.validate("estimator", config.algo.advantage.estimator, config.algo.advantage.args)
+    env = cast("type[Env]", plugins.validate("environment", config.env.name, config.env.args))
+    advantage = config.algo.advantage
+    estimator = cast("type[Estimator]", plugins.validate("estimator", advantage.estimator, advantage.args))
     plugins.validate("loss", config.actor.loss_mode, loss_args(config))
     plugins.validate("chat-template", config.data.chat_template, {})
     if config.reward.name:
@@ -83,25 +106,24 @@ def check_model(name: str, flag: str) -> None:
         ) from error
 
 
-def resolve_device(device: str) -> str:
+def resolve_device(device: str) -> Device:
     """ "auto" becomes "cuda" where there is a CUDA device, else "cpu"."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no CUDA device; write --device cpu, or run `molt doctor`")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    wants_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return "cuda" if wants_cuda else "cpu"
 
 
 @contextmanager
-def ray_session(address: str | None, device: str) -> Iterator[None]:
+def ray_session(address: str | None) -> Iterator[None]:
     """Join the cluster at ``address``, or start one on the loopback interface of this machine; stop it at the end."""
-    import ray
-
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     where: dict[str, Any] = {"address": address}
     if address is None:
         where = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(**where, log_to_driver=True, logging_level=logging.WARNING, configure_logging=False)
+    ray.init(**where, logging_level=logging.WARNING, configure_logging=False)
     try:
         yield
     finally:
@@ -122,8 +144,176 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def train(config: RLConfig, plugins: Plugins) -> None:
-    """Reinforcement learning, from the checks to the final export."""
-    inputs = check_train(config, plugins)
-    with interruptible():
+def check_sft(config: SFTConfig, plugins: Plugins) -> Conversations:
+    """Check everything and read the conversations, before any process is started. Raises ConfigError."""
+    check_sft_options(config)
+    for tracker in config.logger.trackers:
+        plugins.validate("tracker", tracker, config.logger.tracker_args.get(tracker, {}))
+    check_model(config.model.model_name_or_path, "model.model_name_or_path")
+    resolve_device(config.device)
+    tokenizer = load_tokenizer(config.model.model_name_or_path, config.fsdp.trust_remote_code)
+    assert config.data.dataset is not None
+    return read_conversations(
+        config.data.dataset,
+        plugins.create("chat-template", config.data.chat_template, {}, tokenizer=tokenizer),
+        max_len=config.data.max_len,
+        messages_key=config.data.messages_key,
+        max_samples=config.data.max_samples,
+        last_turn_only=config.data.train_on_last_turn_only,
+    )
+
+
+def sft(config: SFTConfig, plugins: Plugins, conversations: Conversations) -> None:
+    """Supervised fine-tuning, to the final export."""
+    run_dir = RunDir("sft", config.logger, config.ckpt)
+    store = CheckpointStore(run_dir.checkpoints, config.ckpt.max_num)
+    checkpoint = resume_point(store, config.ckpt.load_enable)
+    state = read_state(checkpoint) if checkpoint else None
+    start, total = (state["step"] if state else 0), num_sft_steps(len(conversations.segments), config.train)
+    run_dir.save_config(config)
+    plugins.hook.molt_configure(config=config)
+    recorder = RunRecorder(
+        run_dir,
+        make_trackers(plugins, config.logger),
+        Progress(total, start, columns=Progress.SFT, every=config.logger.logging_steps),
+        store,
+        config.ckpt,
+        config.logger,
+        on_step=lambda step, metrics: plugins.hook.molt_step_finished(step=step, metrics=metrics),
+    )
+    with interruptible(), ray_session(config.train.ray_address), ExitStack() as stack:
+        trainer = TrainGroup.start(
+            config.model,
+            config.fsdp,
+            device=resolve_device(config.device),
+            seed=config.train.seed,
+            cpu_threads=config.train.cpu_threads,
+            num_optimizer_steps=total,
+            objective=ObjectiveSpec(),
+            plugins=plugins.spec,
+        )
+        stack.callback(trainer.close)
+        if checkpoint:
+            trainer.load(checkpoint)
+            logger.info("resumed from %s", checkpoint)
+
+        def on_step(step: int, metrics: Any, position: dict[str, Any]) -> None:
+            if recorder.wants_checkpoint(step):
+                recorder.save(step, trainer, position)
+            recorder.log_step(step, metrics)
+
+        with recorder.open(config, resumed_step=start):
+            run_sft(conversations.segments, trainer, config.train, on_step=on_step, state=state)
+        if not config.ckpt.disable_final_save:
+            trainer.export_hf(run_dir.hf)
+            logger.info("the fine-tuned model is in %s", run_dir.hf)
+
+
+def train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> None:
+    """Reinforcement learning, to the final export."""
+    with interruptible(), ray_session(config.train.ray_address):
         asyncio.run(_train(config, plugins, inputs))
+
+
+async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> None:
+    """Start the actors, run the loop, export the model."""
+    run_dir = RunDir("rl", config.logger, config.ckpt)
+    store = CheckpointStore(run_dir.checkpoints, config.ckpt.max_num)
+    checkpoint = resume_point(store, config.ckpt.load_enable)
+    run_dir.save_config(config)
+    plugins.hook.molt_configure(config=config)
+    advantage = config.algo.advantage
+    estimator = cast("Estimator", plugins.create("estimator", advantage.estimator, advantage.args))
+
+    async with AsyncExitStack() as stack:
+        engines = start_engines(_engine_settings(config, inputs.device), config.vllm.num_engines)
+        stack.push_async_callback(stop_engines, engines)
+        runners = start_runners(RunnerSettings.from_config(config, plugins.spec), engines, config.rollout.num_runners)
+        trainer = await asyncio.to_thread(_start_trainer, config, plugins, inputs)
+        stack.callback(trainer.close)
+        await asyncio.gather(*(e.check_health() for e in engines), *(r.ready() for r in runners))
+
+        refitter = Refitter(engines, trainer.weights)
+        state: dict[str, Any] = {"step": 0}
+        if checkpoint is not None:
+            state = await asyncio.to_thread(trainer.load, checkpoint)
+            await refitter.refit(version=state["step"])
+            logger.info("resumed from %s", checkpoint)
+        step = state["step"]
+
+        cursor = PromptCursor(
+            len(inputs.rows),
+            seed=config.train.seed,
+            shuffle=config.data.shuffle,
+            num_episodes=config.train.num_episodes,
+        )
+        dispatcher = GroupDispatcher(runners)
+        settings = GeneratorSettings.from_config(config, estimator.needs.min_samples)
+        generator = Generator(inputs.rows, cursor, dispatcher, settings, version=step)
+        if checkpoint is not None:
+            generator.load(state["generator"])
+        recorder = _recorder(config, plugins, run_dir, store, inputs.total_steps, step)
+        evaluator = Evaluator(inputs.eval_rows, dispatcher, config) if inputs.eval_rows else None
+        parts = Parts(generator, trainer, refitter, estimator, evaluator, recorder)
+        with recorder.open(config, resumed_step=step):
+            async with generator:
+                await run_loop(config, parts, step, inputs.total_steps)
+        if not config.ckpt.disable_final_save:
+            await asyncio.to_thread(trainer.export_hf, run_dir.hf)
+    recorder.print_summary()
+
+
+async def stop_engines(engines: Sequence[RemoteEngine]) -> None:
+    """Let the engines end their own processes; what does not answer in time is ended with the session."""
+    with suppress(Exception):
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(engine.shutdown() for engine in engines), return_exceptions=True)
+
+
+def _engine_settings(config: RLConfig, device: Device) -> EngineSettings:
+    return EngineSettings.from_config(
+        config.vllm,
+        model=config.actor.model_name_or_path,
+        device=device,
+        max_len=config.data.max_len,
+        seed=config.train.seed,
+        trust_remote_code=config.fsdp.trust_remote_code,
+    )
+
+
+def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> TrainGroup:
+    advantage = config.algo.advantage
+    return TrainGroup.start(
+        config.actor,
+        config.fsdp,
+        device=inputs.device,
+        seed=config.train.seed,
+        cpu_threads=config.train.cpu_threads,
+        num_optimizer_steps=inputs.total_steps * num_windows(config) * config.train.max_epochs,
+        temperature=config.rollout.temperature,
+        objective=ObjectiveSpec(
+            loss=config.actor.loss_mode,
+            loss_args=loss_args(config),
+            agg_mode=config.actor.loss_agg_mode,
+            entropy_coef=config.actor.entropy_coef,
+            is_level=advantage.is_correction_level,
+            is_mode=advantage.is_correction_mode,
+            is_threshold=advantage.is_correction_threshold,
+        ),
+        plugins=plugins.spec,
+    )
+
+
+def _recorder(
+    config: RLConfig, plugins: Plugins, run_dir: RunDir, store: CheckpointStore, total: int, step: int
+) -> RunRecorder:
+    return RunRecorder(
+        run_dir,
+        make_trackers(plugins, config.logger),
+        Progress(total, step, columns=Progress.RL, every=config.logger.logging_steps),
+        store,
+        config.ckpt,
+        config.logger,
+        fetch=ray.get,
+        on_step=lambda step, metrics: plugins.hook.molt_step_finished(step=step, metrics=metrics),
+    )

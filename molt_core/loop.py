@@ -37,8 +37,8 @@ class Parts:
     recorder: RunRecorder
 
 
-async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> int:
-    """Run from ``step`` to ``total_steps``, or to the end of the prompts. Returns the last step.
+async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> None:
+    """Run from ``step`` to ``total_steps``, or to the end of the prompts.
 
     The policy version equals the number of finished steps: each step ends with one refit of all engines.
     """
@@ -72,7 +72,6 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
 
     if parts.evaluator and config.eval.at_end and not (config.eval.steps > 0 and step % config.eval.steps == 0):
         parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
-    return step
 
 
 def _update(config: RLConfig, parts: Parts, batch: RolloutBatch) -> dict[str, float]:

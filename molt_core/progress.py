@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from types import TracebackType
+from typing import ClassVar
 
 from rich.console import Console
 from rich.live import Live
@@ -13,24 +14,33 @@ from rich.table import Table
 
 logger = logging.getLogger("molt")
 
-_COLUMNS = (
-    ("reward", "rollout/reward_mean", "{:.3f}"),
-    ("loss", "train/policy_loss", "{:.4f}"),
-    ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
-    ("staleness", "staleness/max", "{:.0f}"),
-)
+Columns = tuple[tuple[str, str, str], ...]
+"""What is shown of the metrics: heading, metric, format."""
 
 
 class Progress:
     """Shows step, reward, tokens per second, staleness and the time left. Use as a context manager."""
 
-    def __init__(self, total_steps: int, start_step: int = 0, *, every: int = 1, columns=_COLUMNS) -> None:
+    RL: ClassVar[Columns] = (
+        ("reward", "rollout/reward_mean", "{:.3f}"),
+        ("loss", "train/policy_loss", "{:.4f}"),
+        ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
+        ("staleness", "staleness/max", "{:.0f}"),
+    )
+    SFT: ClassVar[Columns] = (
+        ("loss", "train/loss", "{:.4f}"),
+        ("grad norm", "train/grad_norm", "{:.3f}"),
+        ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
+    )
+
+    def __init__(self, total_steps: int, start_step: int = 0, *, every: int = 1, columns: Columns) -> None:
         self.total, self.start, self.every, self.columns = total_steps, start_step, every, columns
         self._began = time.monotonic()
         self._live: Live | None = None
         self._recent: list[list[str]] = []
 
     def __enter__(self) -> Progress:
+        self._began = time.monotonic()
         console = Console(stderr=True)
         if console.is_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=True)

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, cast
 
-import tomli_w
 from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
 
+from molt_core.config.toml import dump_toml
 from molt_core.errors import ConfigError
 from molt_core.progress import Progress
 from molt_core.training.checkpoints import CheckpointStore
@@ -41,8 +44,7 @@ class RunDir:
     def save_config(self, config: BaseModel) -> None:
         """Write the resolved configuration; ``--config`` reads it back."""
         self.path.mkdir(parents=True, exist_ok=True)
-        data = config.model_dump(mode="json", exclude_none=True)
-        (self.path / "config.toml").write_text(tomli_w.dumps(data), encoding="utf-8")
+        (self.path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
 
 
 class RunRecorder:
@@ -54,17 +56,15 @@ class RunRecorder:
         trackers: Mapping[str, Tracker],
         progress: Progress,
         store: CheckpointStore,
+        ckpt: CheckpointConfig,
+        config: LoggerConfig,
         *,
-        save_steps: int,
-        save_hf: bool = False,
-        num_rollouts: int = 0,
-        logging_steps: int = 1,
         fetch: Callable[[Any], Rollout] = lambda x: x,
         on_step: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ) -> None:
+        """``fetch`` resolves a summary's reference to its rollout; ``on_step`` is called after every step."""
         self.run_dir, self.trackers, self.progress, self.store = run_dir, dict(trackers), progress, store
-        self.save_steps, self.save_hf, self.num_rollouts = save_steps, save_hf, num_rollouts
-        self.logging_steps, self.fetch, self.on_step = logging_steps, fetch, on_step
+        self.ckpt, self.config, self.fetch, self.on_step = ckpt, config, fetch, on_step
         self.evals: list[dict[str, float]] = []
         self.rewards: list[float] = []
 
@@ -82,10 +82,10 @@ class RunRecorder:
     def log_step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch | None = None) -> None:
         """Metrics, sampled rollouts, progress and the plugins' step hook for one finished step."""
         values = {"step": step, **metrics}
-        if step % self.logging_steps == 0:
+        if step % self.config.logging_steps == 0:
             self._each_tracker(lambda t: t.log(step, values))
-        if batch is not None and self.num_rollouts:
-            samples = [self._sample(s) for s in _spread(batch.rollouts, self.num_rollouts)]
+        if batch is not None and self.config.num_rollouts:
+            samples = [self._sample(s) for s in _spread(batch.rollouts, self.config.num_rollouts)]
             self._each_tracker(lambda t: t.log_rollouts(step, samples))
         if "rollout/reward_mean" in metrics:
             self.rewards.append(metrics["rollout/reward_mean"])
@@ -100,16 +100,32 @@ class RunRecorder:
         logger.info("evaluation after step %d: mean reward %.3f", step, reward)
 
     def wants_checkpoint(self, step: int) -> bool:
-        return self.save_steps > 0 and step % self.save_steps == 0
+        return self.ckpt.save_steps > 0 and step % self.ckpt.save_steps == 0
 
     def save(self, step: int, trainer: TrainGroup, state: Mapping[str, Any]) -> None:
         """A resumable checkpoint; complete or absent, never half."""
         folder = self.store.begin(step)
         trainer.save(folder, dict(state))
-        if self.save_hf:
+        if self.ckpt.save_hf:
             trainer.export_hf(folder / "hf")
         self.store.commit(step)
         self.store.prune()
+
+    def print_summary(self) -> None:
+        """What the run did and where everything is, as a table on standard output."""
+        table = Table(title=f"{self.progress.total} steps" if self.rewards else "no step was run")
+        for column in ("", "first", "last"):
+            table.add_column(column)
+        tenth = max(len(self.rewards) // 10, 1)
+        if self.rewards:
+            first, last = self.rewards[:tenth], self.rewards[-tenth:]
+            table.add_row(f"mean reward of {tenth} step(s)", f"{fmean(first):.3f}", f"{fmean(last):.3f}")
+        scores = [x["eval/reward_mean"] for x in self.evals if "eval/reward_mean" in x]
+        if scores:
+            table.add_row("held-out mean reward", f"{scores[0]:.3f}", f"{scores[-1]:.3f}")
+        console = Console()
+        console.print(table)
+        console.print(f"everything is in {self.run_dir.path}", highlight=False)
 
     def _sample(self, summary: RolloutSummary) -> dict[str, Any]:
         rollout = self.fetch(summary.data)
@@ -137,6 +153,12 @@ class RunRecorder:
                 call(tracker)
             except Exception:
                 logger.exception("tracker %s failed; the run goes on without this record", name)
+
+
+def make_trackers(plugins: Plugins, config: LoggerConfig) -> dict[str, Tracker]:
+    """The trackers that are always on, and those that the configuration names."""
+    names = dict.fromkeys((*plugins.trackers_always(), *config.trackers))
+    return {name: cast("Tracker", plugins.create("tracker", name, config.tracker_args.get(name, {}))) for name in names}
 
 
 def resume_point(store: CheckpointStore, load_enable: bool) -> Path | None:

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from molt_arithmetic.data import write_splits
+from molt_arithmetic.data import make_problems, split_problems, write_jsonl
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +30,10 @@ def main() -> None:
     began = time.monotonic()
     out: Path = args.out
     make_tiny_checkpoint(out / "base", seed=args.seed)
-    write_splits(out / "data", seed=args.seed)
+    problems = split_problems(make_problems(100, seed=args.seed), held_out=20)
+    write_jsonl(out / "data/train.jsonl", problems.train)
+    write_jsonl(out / "data/heldout.jsonl", problems.held_out)
+    write_jsonl(out / "data/sft.jsonl", problems.conversations)
     _molt(
         *("sft", "--config", str(RECIPES / "quickstart_sft.toml")),
         *("--model.model_name_or_path", str(out / "base"), "--data.dataset", str(out / "data/sft.jsonl")),

@@ -22,7 +22,7 @@ CONFIG = (
     "TOML file; may be repeated: later files win over earlier ones, options over files. "
     "Relative paths in it are relative to the current directory."
 )
-Call = Callable[[Any, Plugins], object]
+Call = Callable[..., object]
 
 
 class ConfigCommand(click.Command):
@@ -84,11 +84,11 @@ class ConfigCommand(click.Command):
         config = _with_plugins(config, (*above, *no_plugin))
         plugins = load_plugins(PluginSpec.from_config(config.plugins))
         warn_of_failures(plugins)
-        self.check(config, plugins)
+        inputs = self.check(config, plugins)
         if dry_run:
             click.echo(dump_toml(config), nl=False)
         else:
-            self.run(config, plugins)
+            self.run(config, plugins, inputs)
 
     def _given(self, ctx: click.Context) -> Iterator[dict[str, Any]]:
         """What the command line says, one nested table per option."""
@@ -172,10 +172,10 @@ def _with_plugins(config: Any, no_plugin: Sequence[str]) -> Any:
 def _launch(function: str) -> Call:
     """A function of ``molt_core.launch``, imported when it is called."""
 
-    def call(config: Any, plugins: Plugins) -> object:
+    def call(*args: Any) -> object:
         from molt_core import launch
 
-        return getattr(launch, function)(config, plugins)
+        return getattr(launch, function)(*args)
 
     return call
 

@@ -36,7 +36,9 @@ class DataConfig(Section):
     prompt_dataset: Path | None = Field(None, description="JSONL file with one prompt row per line. Required.")
     max_samples: PositiveInt | None = Field(None, description="Use only the first N rows.")
     max_len: PositiveInt = Field(2048, description="Context: prompt and everything after it, in tokens.")
-    max_prompt_len: PositiveInt | None = Field(None, description="Longest first prompt in tokens. Default: max_len - 1.")
+    max_prompt_len: PositiveInt | None = Field(
+        None, description="Longest first prompt in tokens. Default: max_len - 1."
+    )
     overflow: Literal["drop", "truncate_left", "error"] = Field("drop", description="What to do with longer prompts.")
     chat_template: str = Field("default", description="Chat-template adapter, by plugin name.")
     shuffle: bool = Field(True, description="Shuffle the prompts of each episode with train.seed.")
@@ -49,7 +51,9 @@ class EnvConfig(Section):
     args: dict[str, Any] = Field({}, description="Options of the environment.")
     max_turns: PositiveInt = Field(16, description="Model calls per rollout; more is truncation.")
     turn_timeout: PositiveFloat = Field(60.0, description="Seconds that one reset or step may take.")
-    rollout_timeout: PositiveFloat = Field(1800.0, description="Seconds that one rollout may take, generation included.")
+    rollout_timeout: PositiveFloat = Field(
+        1800.0, description="Seconds that one rollout may take, generation included."
+    )
     retries: NonNegativeInt = Field(1, description="How often a rollout that failed is run again.")
 
 
@@ -60,7 +64,9 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field({}, description="Options of the reward.")
     timeout: PositiveFloat = Field(60.0, description="Seconds that one scoring may take.")
     retries: NonNegativeInt = Field(1, description="How often a failed scoring is repeated.")
-    clip_range: tuple[float, float] = Field((-10.0, 10.0), description="Rewards are clamped to it before the estimator.")
+    clip_range: tuple[float, float] = Field(
+        (-10.0, 10.0), description="Rewards are clamped to it before the estimator."
+    )
 
 
 class AdvantageConfig(Section):
@@ -72,7 +78,9 @@ class AdvantageConfig(Section):
         "token", description="Unit of the importance correction between rollout and training policy."
     )
     is_correction_mode: Literal["mask", "clip", "trunc"] = Field("trunc", description="What happens out of the band.")
-    is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] = Field((0.5, 5.0), description="The band, LOW HIGH.")
+    is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] = Field(
+        (0.5, 5.0), description="The band, LOW HIGH."
+    )
 
 
 class KlConfig(Section):
@@ -150,6 +158,7 @@ class TrainConfig(Section):
         None, description="Oldest policy version trained, in updates behind. Default: async_queue_size, 0 in sync mode."
     )
     cpu_threads: PositiveInt = Field(1, description="Threads per training rank on CPU.")
+    ray_address: str | None = Field(None, description="Ray cluster to join, for example `auto`. Default: start one here.")
 
 
 class EvalConfig(Section):

@@ -22,6 +22,7 @@ class SftDataConfig(Section):
     messages_key: str = Field("messages", description="Column with the list of messages.")
     max_len: PositiveInt = Field(2048, description="Longer conversations are cut on the right.")
     max_samples: PositiveInt | None = Field(None, description="Use only the first N rows.")
+    chat_template: str = Field("default", description="Chat-template adapter, by plugin name.")
     train_on_last_turn_only: bool = Field(False, description="Supervise only the last assistant message.")
 
 
@@ -35,6 +36,7 @@ class SftTrainConfig(Section):
     max_steps: PositiveInt | None = Field(None, description="Stop after this many optimizer steps.")
     seed: int = Field(42, description="Seed of the data order.")
     cpu_threads: PositiveInt = Field(1, description="Threads per training rank on CPU.")
+    ray_address: str | None = Field(None, description="Ray cluster to join, for example `auto`. Default: start one here.")
 
 
 class SFTConfig(Section):
