@@ -24,6 +24,7 @@ HEAD_ROWS = 1024
 
 def build_model(config: ModelConfig, fsdp: FsdpConfig, rank: Rank) -> nn.Module:
     """AutoModel's implementation of the checkpoint, sharded over all ranks, with float32 master weights."""
+    from huggingface_hub.errors import HFValidationError
     from nemo_automodel import NeMoAutoModelForCausalLM
 
     setup = build_setup(rank.dtype, config.gradient_checkpoint)
@@ -37,7 +38,7 @@ def build_model(config: ModelConfig, fsdp: FsdpConfig, rank: Rank) -> nn.Module:
                 use_liger_kernel=False,
                 trust_remote_code=fsdp.trust_remote_code,
             )
-        except OSError as error:
+        except (OSError, HFValidationError) as error:
             raise ConfigError(
                 f"the checkpoint {config.model_name_or_path!r} cannot be loaded ({str(error).splitlines()[0]}); "
                 "check model_name_or_path"
