@@ -53,6 +53,15 @@ def test_sequence_levels_drop_whole_rows_by_product_and_by_geometric_mean():
     torch.testing.assert_close(by_mean, torch.tensor([[0.0] * 3, [3.0, 1.0, 1.0]]))
 
 
+def test_the_geometric_mean_is_over_the_action_tokens_alone():
+    # sqrt(4 * 4) = 4 over two tokens; over the padded width it would be 16 ** (1 / 3) = 2.52.
+    old = torch.log(torch.tensor([[4.0, 4.0, 1.0]])) - 2.0
+    mask = torch.tensor([[1, 1, 0]]).bool()
+    weights, metrics = correct(old, ROLLOUT[:1], mask, "geo", "mask", (0.5, 3.0))
+    assert metrics["is_filter_ratio"].tolist() == [1]
+    assert weights.tolist() == [[0.0] * 3]
+
+
 def test_level_off_ignores_the_engine_and_reports_nothing():
     weights, metrics = correct(OLD, None, MASK, "off")
     assert weights.tolist() == MASK.float().tolist()
