@@ -208,6 +208,10 @@ class Engine:
         """The policy version of the weights."""
         return self._version
 
+    async def num_unfinished(self) -> int:
+        """Requests that are sampled or wait."""
+        return self._llm.get_num_unfinished_requests()
+
     async def check_health(self) -> None:
         """Returns when the engine is alive, raises EngineDiedError otherwise."""
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -286,6 +290,9 @@ class RemoteEngine:
 
     async def version(self) -> int:
         return await self._call("version")
+
+    async def num_unfinished(self) -> int:
+        return await self._call("num_unfinished")
 
     async def check_health(self) -> None:
         """Also returns once a starting engine is up."""

@@ -218,6 +218,10 @@ class Runner:
         plugins = load_plugins(settings.plugins)
         tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
         env, reward = settings.env, settings.reward
+        # Imported here, once: the instances are made in several threads.
+        plugins.validate("environment", env.name, env.args)
+        if reward.name:
+            plugins.validate("reward", reward.name, reward.args)
         return cls(
             engines=engines,
             template=plugins.create("chat-template", settings.chat_template, {}, tokenizer=tokenizer),
