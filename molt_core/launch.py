@@ -24,6 +24,7 @@ from molt_core.data.prompts import PromptCursor
 from molt_core.data.rows import read_rows
 from molt_core.errors import ConfigError
 from molt_core.evaluation import Evaluator
+from molt_core.logs import QUIET
 from molt_core.loop import Parts, num_windows
 from molt_core.loop import train as run_loop
 from molt_core.plugins import Plugins
@@ -123,7 +124,8 @@ def ray_session(address: str | None) -> Iterator[None]:
     where: dict[str, Any] = {"address": address}
     if address is None:
         where = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(**where, logging_level=logging.WARNING, configure_logging=False)
+    quiet = {"env_vars": QUIET, "worker_process_setup_hook": "molt_core.logs.quiet_libraries"}
+    ray.init(**where, runtime_env=quiet, logging_level=logging.WARNING, configure_logging=False)
     try:
         yield
     finally:

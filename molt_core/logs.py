@@ -7,12 +7,23 @@ import sys
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Give the logger "molt" its one handler. May be called again; libraries' loggers are left alone."""
+    """Give the logger "molt" its one handler. May be called again."""
+    quiet_libraries()
     logger = logging.getLogger("molt")
     logger.setLevel(level)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.addHandler(_handler())
+
+
+QUIET = {"TORCH_LOGS": "-all", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
+"""Variables that keep notes of torch to its own developers out of the output of a run's processes."""
+
+
+def quiet_libraries() -> None:
+    """Errors only, from libraries that warn at import about what is normal on a machine without a GPU."""
+    for name in ("torchao", "torch.utils._pytree", "transformers.modeling_rope_utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _handler() -> logging.Handler:

@@ -1,0 +1,81 @@
+"""Killing and resuming real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from programs import alive, descendants, run, start, steps, wait_for
+from safetensors.torch import load_file
+
+from molt_core.testing.tiny import make_tiny_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+RUN = [
+    *("train", "--device", "cpu", "--actor.model_name_or_path", "model", "--env.name", "arithmetic"),
+    *("--data.prompt_dataset", "prompts.jsonl", "--data.max_len", 64, "--rollout.max_new_tokens", 6),
+    *("--rollout.batch_size", 4, "--rollout.n_samples_per_prompt", 4, "--train.num_episodes", 2),
+    *("--algo.advantage.estimator", "reinforce_baseline", "--actor.adam.lr", 1e-3, "--train.force_sync_mode"),
+    *("--train.max_steps", 6, "--ckpt.save_steps", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("interruption")
+    make_tiny_checkpoint(folder / "model", hidden_size=64, layers=2, intermediate=128)
+    # The answer is one byte, so that a random model is right now and then. 12 prompts: the second episode begins at step 4.
+    rows = [{"question": f"{i}", "answer": str(i % 10)} for i in range(12)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_killed_and_resumed_run_ends_like_one_that_was_not_stopped(workspace):
+    run(*RUN, "--logger.run_dir", "runs/whole", cwd=workspace)
+
+    process = start(*RUN, "--logger.run_dir", "runs/cut", cwd=workspace)
+    third = workspace / "runs/cut/checkpoints/step_3"
+    wait_for(third.is_dir, process)
+    started = descendants(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 30
+    while (left := alive(started)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+    for later in ("step_4", "step_5", "step_6"):
+        shutil.rmtree(workspace / "runs/cut/checkpoints" / later, ignore_errors=True)
+    run(*RUN, "--logger.run_dir", "runs/cut", "--ckpt.load_enable", cwd=workspace)
+
+    assert [x["step"] for x in steps(workspace / "runs/cut")] == [1, 2, 3, 4, 5, 6]
+    start_weights = load_file(workspace / "model/model.safetensors")
+    whole = load_file(workspace / "runs/whole/hf/model.safetensors")
+    cut = load_file(workspace / "runs/cut/hf/model.safetensors")
+    assert whole.keys() == cut.keys()
+    assert any((whole[name] - start_weights[name]).abs().max() > 1e-4 for name in whole)
+    for name in whole:
+        torch.testing.assert_close(cut[name], whole[name], atol=1e-5, rtol=0)
+
+
+def test_ctrl_c_ends_every_process_and_the_next_run_starts_at_once(workspace):
+    process = start(*RUN, "--logger.run_dir", "runs/stopped", "--train.max_steps", 1000, "--train.num_episodes", 1000,
+                    cwd=workspace)  # fmt: skip
+    wait_for((workspace / "runs/stopped/metrics.jsonl").is_file, process)
+    wait_for(lambda: len(steps(workspace / "runs/stopped")) >= 2, process)
+    started = descendants(process.pid)
+    assert len(started) > 3
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=10)
+    assert process.returncode != 0
+    time.sleep(0.5)
+    assert not alive(started)
+    log = (workspace / "log.txt").read_text()
+    assert "Traceback" not in log[-3000:]
+    run(*RUN, "--logger.run_dir", "runs/next", "--train.max_steps", 1, cwd=workspace)
