@@ -174,12 +174,14 @@ class TrainGroup:
         """End all ranks and give their GPUs back. May be called twice."""
         import ray
 
-        for worker in self._workers:
+        workers, placement = self._workers, self._placement
+        self._workers, self._placement = [], None
+        if not ray.is_initialized():
+            return
+        for worker in workers:
             ray.kill(worker)
-        self._workers = []
-        if self._placement is not None:
-            ray.util.remove_placement_group(self._placement)
-            self._placement = None
+        if placement is not None:
+            ray.util.remove_placement_group(placement)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._call_each(method, [arguments] * self.world_size)
@@ -190,12 +192,15 @@ class TrainGroup:
 
 
 def merge(parts: Sequence[MetricSums]) -> dict[str, float]:
-    """Metrics of all ranks: Σ sums / Σ counts, the largest maximum; where nothing is counted, the sum itself."""
-    names = {name for part in parts for name in part.sums}
+    """Metrics of all ranks: Σ sums / Σ counts, the sum of events, the largest maximum; none where all counts are 0."""
     merged = {}
-    for name in sorted(names):
-        count = sum(part.counts.get(name, 0.0) for part in parts)
-        merged[name] = sum(part.sums.get(name, 0.0) for part in parts) / (count or 1.0)
+    for name in sorted({name for part in parts for name in part.sums}):
+        total = sum(part.sums.get(name, 0.0) for part in parts)
+        counts = [part.counts[name] for part in parts if name in part.counts]
+        if not counts:
+            merged[name] = total
+        elif any(counts):
+            merged[name] = total / sum(counts)
     for name in sorted({name for part in parts for name in part.maxima}):
         merged[name] = max(part.maxima[name] for part in parts if name in part.maxima)
     return merged
@@ -222,7 +227,9 @@ def _wait(refs: Sequence[ObjectRef], method: str) -> list[Any]:
                     f"training rank {ranks[ref]} failed in {method}: {type(cause).__name__}: {cause}"
                 ) from error
             except ray.exceptions.RayActorError as error:
-                raise TrainingError(f"training rank {ranks[ref]} died in {method}: {error}") from error
+                raise TrainingError(
+                    f"training rank {ranks[ref]} died in {method}: {str(error).splitlines()[0]}"
+                ) from error
     return [results[ref] for ref in refs]
 
 

@@ -19,7 +19,7 @@ from molt_core.training.rows import ObjectiveSpec
 
 @dataclass(frozen=True, slots=True)
 class MetricSums:
-    """Local sums, counts and maxima; the mean over all ranks is Σ sums / Σ counts."""
+    """Local sums, counts and maxima; the mean over all ranks is Σ sums / Σ counts, events have no counts."""
 
     sums: dict[str, float]
     counts: dict[str, float]
@@ -37,6 +37,10 @@ class Tally:
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + total
         self._counts[name] = self._counts.get(name, 0.0) + count
+
+    def add_event(self, name: str, count: float) -> None:
+        """A metric that is the sum itself."""
+        self._sums[name] = self._sums.get(name, 0.0) + count
 
     def add_masked(self, metrics: Mapping[str, Tensor], mask: Tensor) -> None:
         """(B, L) metrics count once per action token, (B,) metrics once per row that has one."""

@@ -43,6 +43,10 @@ def build_model(config: ModelConfig, fsdp: FsdpConfig, rank: Rank) -> nn.Module:
                 f"the checkpoint {config.model_name_or_path!r} cannot be loaded ({str(error).splitlines()[0]}); "
                 "check model_name_or_path"
             ) from error
+    for module in model.modules():
+        # The routers' balance loss depends on how the rows are cut into micro-batches, so it has no place here.
+        if getattr(module, "aux_loss_coeff", 0):
+            module.aux_loss_coeff = 0.0
     model.train()
     return model
 

@@ -104,6 +104,11 @@ def load_state(
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    if not optimizer.state:
+        # torch makes the moments of a fresh optimizer by a step without gradients; it must not count as one.
+        get_optimizer_state_dict(model, optimizer)
+        for state in optimizer.state.values():
+            state["step"].zero_()
     moments = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     moments = {name: value for name, value in moments.items() if isinstance(value, torch.Tensor)}
     return {"model": get_model_state_dict(model), "optimizer": moments}

@@ -50,9 +50,11 @@ class TrainWorker:
     """
 
     def __init__(self, rank: int, world: int, spec: WorkerSpec) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        if spec.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # AutoModel takes a GPU where it sees one
         import torch
 
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.rank, self.world, self.spec = rank, world, spec
         if spec.device == "cpu":
             torch.set_num_threads(spec.cpu_threads)
@@ -137,9 +139,12 @@ class TrainWorker:
             seen.append(logprobs.detach())
             loss = self.objective.loss(batch, logprobs, entropy, old[k] if old else seen[-1], totals, tally)
             name = "train/loss" if self.objective.is_supervised else "train/policy_loss"
-            tally.add(name, loss.detach().double(), (self.rank == 0) / len(window))
+            finite = loss.detach().isfinite()
+            tally.add(
+                name, torch.where(finite, loss.detach().double(), 0.0), finite * float(self.rank == 0) / len(window)
+            )
             # A loss that is not finite makes every gradient NaN on every rank, so that all of them skip the step.
-            (loss * self.world * torch.where(loss.detach().isfinite(), 1.0, torch.nan)).backward()
+            (loss * self.world * torch.where(finite, 1.0, torch.nan)).backward()
         self._optimize(tally)
         return seen
 
@@ -153,7 +158,7 @@ class TrainWorker:
         norm = float(norm)
         main = float(self.rank == 0)
         tally.add("train/lr", main * self.scheduler.get_last_lr()[0], main)
-        tally.add("train/skipped_steps", main * (not math.isfinite(norm)), 0.0)
+        tally.add_event("train/skipped_steps", main * (not math.isfinite(norm)))
         if math.isfinite(norm):
             tally.add("train/grad_norm", main * norm, main)
             self.optimizer.step()

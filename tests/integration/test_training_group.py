@@ -270,6 +270,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_weights(groups,
     huge = [TrainRow(row.source, row.segment, row.length, row.num_actions, 3e38, row.rollout) for row in make_rows()]
     metrics = group.update([huge])
     assert metrics["train/skipped_steps"] == 1
+    assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["train/optimizer_steps"] == 0
     after = weights_of(group)
     assert all(np.array_equal(before[key], after[key]) for key in before)

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from molt_core.config.shared import FsdpConfig, ModelConfig
+from molt_core.config.shared import AdamConfig, FsdpConfig, ModelConfig
 from molt_core.contract import Segment, Turn
 from molt_core.errors import ConfigError
 from molt_core.testing.tiny import make_tiny_checkpoint
 from molt_core.training import policy as policy_module
 from molt_core.training.mesh import Rank, init_process_group
+from molt_core.training.optimizers import build_optimizer, build_scheduler
 from molt_core.training.packing import MicroBatch, collate
 from molt_core.training.policy import Policy, build_model
+from molt_core.training.state import load_state, save_state
 
 pytestmark = pytest.mark.integration
 
@@ -151,6 +153,30 @@ def test_weights_have_the_names_of_the_checkpoint_without_the_tied_head(model, c
     weights = dict(Policy(model, RANK).hf_weights(torch.float32))
     assert weights.keys() == stored.keys() - {"lm_head.weight"}
     assert all(torch.equal(weights[name], stored[name]) for name in weights)
+
+
+def test_saving_changes_nothing_and_loading_restores_the_random_state(model, tmp_path):
+    config = ModelConfig(adam=AdamConfig(lr=0.1), lr_scheduler="linear", lr_warmup_ratio=0.0)
+
+    def train(save: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(3, 3)
+        optimizer = build_optimizer(layer.parameters(), config.adam)
+        scheduler = build_scheduler(optimizer, config, 10)
+        if save:
+            save_state(tmp_path, layer, optimizer, scheduler, RANK, {})
+        layer(torch.rand(2, 3)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+        if save:
+            assert load_state(tmp_path, layer, optimizer, scheduler, RANK) == {}
+            assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.1]
+            layer.zero_grad()
+            layer(torch.rand(2, 3)).square().sum().backward()
+            optimizer.step()
+        return layer.weight.detach()
+
+    torch.testing.assert_close(train(save=True), train(save=False), atol=0, rtol=0)
 
 
 def test_a_checkpoint_that_is_not_there_is_a_config_error(model, tmp_path):

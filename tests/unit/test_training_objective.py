@@ -90,6 +90,6 @@ def test_mismatch_is_the_distance_to_the_engine_s_log_probs():
 
 
 def test_metrics_of_the_ranks_are_averaged_by_their_counts():
-    first = MetricSums({"a": 6.0, "events": 1.0}, {"a": 3.0, "events": 0.0}, {"m": 2.0})
-    second = MetricSums({"a": 2.0, "only": 4.0}, {"a": 1.0, "only": 2.0}, {"m": 5.0})
-    assert merge([first, second]) == {"a": 2.0, "events": 1.0, "only": 2.0, "m": 5.0}
+    first = MetricSums({"a": 6.0, "events": 1.0, "never": 0.0}, {"a": 3.0, "never": 0.0}, {"m": 2.0})
+    second = MetricSums({"a": 2.0, "events": 2.0, "only": 4.0}, {"a": 1.0, "only": 2.0}, {"m": 5.0})
+    assert merge([first, second]) == {"a": 2.0, "events": 3.0, "only": 2.0, "m": 5.0}
