@@ -326,3 +326,14 @@ def test_supervised_training_lowers_the_loss_and_resumes_where_it_was(groups, tm
     run_sft(segments, groups.sft, config, on_step=lambda step, m, s: resumed.append(m["train/loss"]), state=state)
     assert resumed == pytest.approx(losses[3:], abs=1e-6)
     assert_same_weights(weights_of(groups.sft), weights)
+
+
+def test_a_rank_that_dies_is_an_error_and_not_a_hang(groups):
+    """Last, because it ends the group."""
+    import ray
+
+    ray.kill(groups.sft._workers[1])
+    with pytest.raises(TrainingError, match="rank 1 died in update"):
+        groups.sft.update([make_rows()])
+    groups.sft.close()
+    groups.sft.close()
