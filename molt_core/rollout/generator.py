@@ -337,8 +337,6 @@ class Generator:
         for flight in stale:
             del self._ready[flight]
             self._again.append(flight.prompt)
-        if stale:
-            self._exhausted = False
         self._counts["stale_groups"] += len(stale)
 
     def _complete_batch(self) -> list[_Flight] | None:

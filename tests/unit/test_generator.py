@@ -256,6 +256,25 @@ class TestStaleness:
         assert sum(batch.stats["stale_groups"] for _, batch in batches) == 1
         assert all(version - group.oldest_version <= 1 for version, batch in batches for group in batch.groups)
 
+    def test_batches_handed_out_and_not_yet_trained_count_towards_staleness(self):
+        def answer(task, version):
+            seen[task.group_id] += 1
+            lag = 1 if task.group_id == "0-5" and seen["0-5"] == 1 else 0
+            return [summary(task, 0, version=version - lag)]
+
+        seen = Counter()
+        world = World(answer=answer)
+        world.version = 5
+
+        async def scenario():
+            async with make_generator(world, 8, version=5, max_ahead=1, max_staleness=1) as generator:
+                await generator.next_batch()
+                batch = await generator.next_batch()  # will be trained at version 6
+                assert [group.oldest_version for group in batch.groups] == [5] * 4
+                assert batch.stats["stale_groups"] == 1
+
+        asyncio.run(asyncio.wait_for(scenario(), 10))
+
     @pytest.mark.parametrize(
         ("options", "ahead", "staleness"),
         [

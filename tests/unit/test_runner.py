@@ -468,6 +468,12 @@ class TestDeterminism:
         assert seeds() == seeds()
         assert len(set(seeds())) == 4
 
+    def test_another_attempt_samples_something_else(self):
+        engine = ScriptedEngine(lambda r: say())
+        play_one(engine, Broken, row={"where": "step", "how": raises}, retries=1)
+        first, second = engine.requests
+        assert first.seed != second.seed
+
     def test_a_seed_is_the_same_in_every_process(self):
         # blake2b of repr((42, 'a-0', 1)) in 8 bytes, without its lowest bit.
         digest = hashlib.blake2b(b"(42, 'a-0', 1)", digest_size=8).hexdigest()
@@ -501,6 +507,7 @@ def test_a_thread_that_was_blocked_serves_again_when_it_is_free():
             blocked = lease._thread
             assert blocked.unresponsive
             assert threads.pick() is not blocked
+            assert await lease.call(lambda: "elsewhere", timeout=0.1) == "elsewhere"
             while blocked.unresponsive:
                 await asyncio.sleep(0.05)
         assert threads.pick() is blocked
