@@ -28,7 +28,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class EnvContext:
-    """What an environment may know about its rollout: the dataset row, the rollout's id, a seed, eval or not."""
+    """What an environment may know about its rollout: the dataset row, the rollout's id, a seed, eval or not.
+
+    The rollouts of one prompt have the same seed: what is drawn from it is the same task for all of them.
+    """
 
     row: Mapping[str, Any]
     rollout_id: str
@@ -42,7 +45,8 @@ class Result:
 
     ``reward`` is added to the rollout's reward; int and bool count as numbers, anything not finite excludes the
     rollout. Without ``terminated`` or ``truncated`` the rollout goes on and needs an ``observation``: messages in
-    the OpenAI form, or a plain string for one user message. ``info``: numbers for the metrics.
+    the OpenAI form, or a plain string for one user message (plain text, where the prompt was plain text).
+    ``info``: numbers for the metrics.
     """
 
     reward: float = 0.0

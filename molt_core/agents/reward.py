@@ -23,6 +23,7 @@ class Reward(Component):
     """Scores a finished rollout; its value replaces the environment's reward.
 
     An exception or a time-out is retried and then excludes the rollout: it is never taken for a reward of 0.
+    An instance serves many rollouts, all on one event loop; a process may have several instances.
     """
 
     kind: ClassVar[str] = "reward"

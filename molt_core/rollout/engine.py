@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -163,10 +163,9 @@ class Engine:
         Raises EngineDiedError when the engine is gone, ValueError for a request that it refuses.
         """
         from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         last = None
-        try:
+        with _death_translated():
             stream = self._llm.generate(
                 tokens_input(list(request.prompt_ids)),
                 _sampling_params(request),
@@ -175,19 +174,19 @@ class Engine:
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     last = output
-        except EngineDeadError as error:
-            raise EngineDiedError(f"the vLLM engine died: {error}") from error
         if last is None or not last.finished:
             raise RuntimeError("the engine ended a request without a result")
         return _completion(last.outputs[0])
 
     async def pause(self) -> None:
         """Stop sampling; requests keep their place and their KV cache, new ones wait."""
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        with _death_translated():
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
         """Go on sampling."""
-        await self._llm.resume_generation()
+        with _death_translated():
+            await self._llm.resume_generation()
 
     async def load_weights(self, chunk_refs: Sequence[Any], version: int) -> None:
         """Replace all weights of the paused engine; sampled tokens carry ``version`` from here on.
@@ -197,11 +196,12 @@ class Engine:
         """
         from molt_core.rollout.refit import send_to_workers
 
-        await send_to_workers(self._llm.collective_rpc, chunk_refs)
-        if self.settings.enable_prefix_caching:
-            # Also of running requests: with cached blocks of the old weights their prefixes would go on being shared.
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
-        await self._llm.update_weight_version(str(version))
+        with _death_translated():
+            await send_to_workers(self._llm.collective_rpc, chunk_refs)
+            if self.settings.enable_prefix_caching:
+                # Of running requests too: blocks of the old weights would go on being shared otherwise.
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.update_weight_version(str(version))
         self._version = version
 
     async def version(self) -> int:
@@ -214,16 +214,22 @@ class Engine:
 
     async def check_health(self) -> None:
         """Returns when the engine is alive, raises EngineDiedError otherwise."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
+        with _death_translated():
             await self._llm.check_health()
-        except EngineDeadError as error:
-            raise EngineDiedError(f"the vLLM engine died: {error}") from error
 
     async def shutdown(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown()
+
+
+@contextlib.contextmanager
+def _death_translated() -> Iterator[None]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDiedError(f"the vLLM engine died: {error}") from error
 
 
 def _sampling_params(request: EngineRequest) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from molt_core.agents.env import Action, Env, EnvContext, Message, Result
 from molt_core.agents.reward import Reward, Score
 from molt_core.contract import Rollout, RolloutStatus, Segment, Turn
-from molt_core.data.overflow import fit_prompt, grant_new_tokens
+from molt_core.data.overflow import OverflowReport, fit_prompt, grant_new_tokens
 from molt_core.rollout.actors import EngineDiedError, RunnerDiedError, call_actor
 from molt_core.rollout.engine import Completion, EngineRequest
 from molt_core.rollout.pool import EnginePool, GeneratesTokens
@@ -202,7 +202,7 @@ class Runner:
         self._make_env, self._make_reward = make_env, make_reward
         self._env, self._reward = env, reward
         self._max_len, self._max_prompt_len = max_len, max_prompt_len or max_len - 1
-        self._overflow = overflow
+        self._overflow, self._overflow_report = overflow, OverflowReport()
         self._put, self._on_finished = put, on_finished
         self._threads = LoopThreads()
         self._warned: set[str] = set()
@@ -397,7 +397,11 @@ class Runner:
         except Exception as error:
             message = f"the prompt cannot be rendered: {_describe(error)}"
             raise _Failed(RolloutStatus.ENV_ERROR, message) from error
-        fitted = fit_prompt(ids, self._max_prompt_len, self._overflow, row=play.task.row_index)
+        fitted = fit_prompt(
+            ids, self._max_prompt_len, self._overflow, row=play.task.row_index, report=self._overflow_report
+        )
+        if self._overflow == "truncate_left":
+            play.info["prompt_truncated"] = float(len(ids) > self._max_prompt_len)
         if fitted is None:
             message = f"the prompt has {len(ids)} > {self._max_prompt_len} tokens (data.max_prompt_len)"
             raise _Failed(RolloutStatus.EMPTY, message)

@@ -130,8 +130,8 @@ def test_refits_with_requests_in_flight_are_exact_token_by_token(engine, policie
 
     async def scenario():
         for version in (1, 2, 3):
-            under_way = asyncio.create_task(sample(engine, prompts, max_tokens=150))
-            await asyncio.sleep(0.3)
+            under_way = asyncio.create_task(sample(engine, prompts, max_tokens=450))
+            await asyncio.sleep(0.15)
             await Refitter([engine], lambda model=policies[version]: chunks(model)).refit(version)
             crossed = 0
             for prompt, done in zip(prompts, await under_way, strict=True):
@@ -240,3 +240,21 @@ def test_a_dead_engine_is_an_error_and_not_a_hang(ray_session, folder):
     (broken,) = start_engines(settings, 1)
     with pytest.raises(EngineDiedError):
         asyncio.run(broken.generate(EngineRequest([1], 1)))
+
+
+def test_an_engine_whose_process_is_killed_is_an_error_and_not_a_hang(engine):
+    """The last test: the engine is gone afterwards."""
+    import psutil
+
+    async def scenario():
+        request = asyncio.create_task(engine.generate(EngineRequest([70] * 4, 500)))
+        await asyncio.sleep(0.3)
+        for process in psutil.Process().children(recursive=True):
+            if "EngineCore" in " ".join([process.name(), *process.cmdline()]):
+                process.kill()
+        with pytest.raises(EngineDiedError):
+            await request
+        with pytest.raises(EngineDiedError):
+            await engine.pause()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

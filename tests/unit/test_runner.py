@@ -63,7 +63,7 @@ class Scripted(Env):
         return self.results.pop(0)
 
 
-def make_runner(engine, env=Scripted, *, max_len=64, reward_plugin=None, reward=None, **env_options):
+def make_runner(engine, env=Scripted, *, max_len=64, overflow="drop", reward_plugin=None, reward=None, **env_options):
     engines = engine if isinstance(engine, list) else [engine]
     return Runner(
         engines=engines,
@@ -73,6 +73,7 @@ def make_runner(engine, env=Scripted, *, max_len=64, reward_plugin=None, reward=
         env=EnvConfig(**{"name": "test", "retries": 0, **env_options}),
         reward=reward or RewardConfig(),
         max_len=max_len,
+        overflow=overflow,
     )
 
 
@@ -196,16 +197,15 @@ class TestBudget:
         assert "9 > 8" in summary.error
         assert summary.data.segments == ()
 
+    def test_a_prompt_that_is_too_long_is_cut_on_the_left_where_asked(self):
+        engine = ScriptedEngine(lambda r: completion([END]))
+        prompt = [{"role": "user", "content": "abcdefghij"}]
+        summary = play_one(engine, max_len=9, overflow="truncate_left", row={"prompt": prompt})
+        assert list(engine.requests[0].prompt_ids) == encode("cdefghij")
+        assert summary.info == {"prompt_truncated": 1.0}
+
     def test_a_prompt_that_is_too_long_stops_the_run_where_asked(self):
-        runner = Runner(
-            engines=[ScriptedEngine([])],
-            template=CharTemplate(),
-            make_env=Scripted,
-            env=EnvConfig(name="test"),
-            reward=RewardConfig(),
-            max_len=9,
-            overflow="error",
-        )
+        runner = make_runner(ScriptedEngine([]), max_len=9, overflow="error")
         task = GroupTask("g", {"prompt": "x" * 20}, 1, seed=0, row_index=2)
         with pytest.raises(ConfigError, match="row 2 has 21 > 8"):
             asyncio.run(runner.run_group(task))
