@@ -40,7 +40,25 @@ if TYPE_CHECKING:
     from molt_core.errors import ConfigError
     from molt_core.tracker import Tracker
 
-__all__ = ["__version__", "hookimpl", *_LAZY]
+__all__ = [
+    "Action",
+    "Batch",
+    "ConfigError",
+    "Env",
+    "EnvContext",
+    "Estimator",
+    "Loss",
+    "LossInputs",
+    "Needs",
+    "Result",
+    "Reward",
+    "Rollout",
+    "RolloutStatus",
+    "Score",
+    "Tracker",
+    "__version__",
+    "hookimpl",
+]
 
 
 def __getattr__(name: str) -> object:

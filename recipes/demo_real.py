@@ -1,6 +1,6 @@
 """Train SmolLM2-135M-Instruct on a reasoning-gym task, on CPU, with the same `molt train`.
 
-    python recipes/demo_real.py [--out runs/demo-real] [-- more options for molt train]
+python recipes/demo_real.py [--out runs/demo-real] [-- more options for molt train]
 """
 
 from __future__ import annotations

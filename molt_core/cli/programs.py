@@ -15,7 +15,7 @@ from molt_core.config import RLConfig, SFTConfig
 from molt_core.config.flags import Flag, flags, nested, parse_text, read_option, resolve
 from molt_core.config.toml import dump_toml
 from molt_core.errors import ConfigError
-from molt_core.plugins import Plugins, PluginSpec, absolute_name, load_plugins
+from molt_core.plugins import PluginSpec, absolute_name, load_plugins
 from molt_core.plugins.hookspecs import KINDS
 
 CONFIG = (

@@ -158,7 +158,7 @@ class TrainConfig(Section):
         None, description="Oldest policy version trained, in updates behind. Default: async_queue_size, 0 in sync mode."
     )
     cpu_threads: PositiveInt = Field(1, description="Threads per training rank on CPU.")
-    ray_address: str | None = Field(None, description="Ray cluster to join, for example `auto`. Default: start one here.")
+    ray_address: str | None = Field(None, description="Ray cluster to join, such as `auto`. Default: start one.")
 
 
 class EvalConfig(Section):

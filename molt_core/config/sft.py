@@ -36,7 +36,7 @@ class SftTrainConfig(Section):
     max_steps: PositiveInt | None = Field(None, description="Stop after this many optimizer steps.")
     seed: int = Field(42, description="Seed of the data order.")
     cpu_threads: PositiveInt = Field(1, description="Threads per training rank on CPU.")
-    ray_address: str | None = Field(None, description="Ray cluster to join, for example `auto`. Default: start one here.")
+    ray_address: str | None = Field(None, description="Ray cluster to join, such as `auto`. Default: start one.")
 
 
 class SFTConfig(Section):

@@ -7,8 +7,8 @@ import math
 from collections import Counter
 
 import pytest
-from transformers import AutoModelForCausalLM
 from programs import run, steps
+from transformers import AutoModelForCausalLM
 
 from molt_core.testing.tiny import make_tiny_checkpoint
 

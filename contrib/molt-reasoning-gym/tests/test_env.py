@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("reasoning_gym", reason="`make demo-real` installs reasoning-gym")
 
-from molt_reasoning_gym.data import write_prompts  # noqa: E402
-from molt_reasoning_gym.env import ReasoningGym  # noqa: E402
+from molt_reasoning_gym.data import write_prompts
+from molt_reasoning_gym.env import ReasoningGym
 
-from molt_core import Action, EnvContext  # noqa: E402
-from molt_core.data.rows import read_rows  # noqa: E402
+from molt_core import Action, EnvContext
+from molt_core.data.rows import read_rows
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Write prompts of a task: ``python -m molt_reasoning_gym.data TASK FILE [--size N] [--seed S] [--option key=value]``."""
+"""Write prompts of a task: ``python -m molt_reasoning_gym.data TASK FILE [--size N] [--seed S] [--option k=v]``."""
 
 import argparse
 import json
