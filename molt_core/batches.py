@@ -10,10 +10,14 @@ import numpy as np
 import torch
 
 from molt_core.algorithms.estimator import Estimator
-from molt_core.contract import Batch
+from molt_core.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly
+from molt_core.contract import Batch, RolloutStatus
 from molt_core.training.rows import TrainRow
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from molt_core.config.rl import RewardConfig
     from molt_core.rollout.generator import Group
     from molt_core.rollout.runner import RolloutSummary
 
@@ -36,26 +40,41 @@ class RolloutBatch:
         """(rollout, segment) of every row that has a sampled token."""
         return [(r, s) for r, x in enumerate(self.rollouts) for s, seg in enumerate(x.segments) if seg.num_actions]
 
-    def for_estimator(self, clip_range: tuple[float, float]) -> Batch:
-        """The tensors an estimator sees; rewards are clamped to ``clip_range``."""
+    def shaped_rewards(self, config: RewardConfig) -> tuple[Tensor, Tensor]:
+        """What the estimator takes for rewards, (R,) float32, and how much of it the shaping added, (R,).
+
+        The environment's reward is clamped first; then comes the penalty on length, or the factor of what was cut.
+        """
+        raw = torch.tensor([r.reward for r in self.rollouts], dtype=torch.float32)
+        clipped, _ = clip_rewards(raw, *config.clip_range)
+        shaped = stop_properly(clipped, self._truncated(), config.stop_properly)
+        if config.overlong_max is not None and config.overlong_buffer is not None:
+            lengths = torch.tensor([r.num_actions for r in self.rollouts])
+            shaped = shaped + overlong_penalty(lengths, config.overlong_max, config.overlong_buffer)
+        return shaped, shaped - clipped
+
+    def _truncated(self) -> Tensor:
+        return torch.tensor([r.status == RolloutStatus.TRUNCATED for r in self.rollouts])
+
+    def for_estimator(self, config: RewardConfig) -> Batch:
+        """The tensors an estimator sees, with shaped rewards."""
         rows = self.rows
         lengths = [self.rollouts[r].segments[s].length for r, s in rows]
         mask = np.zeros((len(rows), max(lengths, default=1) - 1), np.bool_)
         for i, (r, s) in enumerate(rows):
             for start, end in self.rollouts[r].segments[s].action_ranges:
                 mask[i, start - 1 : end - 1] = True
-        rewards = torch.tensor([r.reward for r in self.rollouts], dtype=torch.float32)
         return Batch(
-            rewards=rewards.clamp(*clip_range),
+            rewards=self.shaped_rewards(config)[0],
             groups=torch.tensor(self.groups, dtype=torch.int64),
             rollout_of_row=torch.tensor([r for r, _ in rows], dtype=torch.int64),
             action_mask=torch.from_numpy(mask),
-            truncated=torch.tensor([r.status == "truncated" for r in self.rollouts]),
+            truncated=self._truncated(),
         )
 
-    def train_rows(self, estimator: Estimator, clip_range: tuple[float, float]) -> list[TrainRow]:
+    def train_rows(self, estimator: Estimator, config: RewardConfig) -> list[TrainRow]:
         """One row per segment with its advantage: a number for all its tokens, or (T-1,) values."""
-        batch = self.for_estimator(clip_range)
+        batch = self.for_estimator(config)
         advantages = estimator.advantages(batch)
         if not torch.isfinite(advantages).all():
             raise ValueError(f"estimator {type(estimator).__name__} returned advantages that are not finite")

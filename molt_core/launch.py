@@ -63,7 +63,7 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
     env = cast("type[Env]", plugins.validate("environment", config.env.name, config.env.args))
     advantage = config.algo.advantage
     estimator = cast("type[Estimator]", plugins.validate("estimator", advantage.estimator, advantage.args))
-    plugins.validate("loss", config.actor.loss_mode, loss_args(config))
+    _check_loss(config, plugins)
     plugins.validate("chat-template", config.data.chat_template, {})
     if config.reward.name:
         plugins.validate("reward", config.reward.name, config.reward.args)
@@ -79,6 +79,18 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
         eval_rows = read_rows(config.eval.dataset, max_samples=config.eval.max_samples, columns=env.columns)
     total = math.ceil(len(rows) * config.train.num_episodes / config.rollout.batch_size)
     return TrainInputs(rows, eval_rows, resolve_device(config.device), min(total, config.train.max_steps or total))
+
+
+def _check_loss(config: RLConfig, plugins: Plugins) -> None:
+    """The loss exists and has the options given; a shorthand that it does not have is refused under its own name."""
+    actor = config.actor
+    options = plugins.resolve("loss", actor.loss_mode).Config.model_fields
+    for name in ("eps_clip_low_high", "dual_clip"):
+        if getattr(actor, name) is not None and name not in options:
+            raise ConfigError(
+                f"loss {actor.loss_mode} has no {name}: leave --actor.{name} out, or choose another --actor.loss_mode"
+            )
+    plugins.validate("loss", actor.loss_mode, loss_args(config))
 
 
 def loss_args(config: RLConfig) -> dict[str, Any]:
@@ -283,8 +295,23 @@ def _engine_settings(config: RLConfig, device: Device) -> EngineSettings:
     )
 
 
+def objective_spec(config: RLConfig) -> ObjectiveSpec:
+    """What the options say is to be minimised."""
+    actor, advantage = config.actor, config.algo.advantage
+    return ObjectiveSpec(
+        loss=actor.loss_mode,
+        loss_args=loss_args(config),
+        agg_mode=actor.loss_agg_mode,
+        agg_norm=actor.loss_agg_norm or config.rollout.max_new_tokens or config.data.max_len,
+        entropy_coef=actor.entropy_coef,
+        is_level=advantage.is_correction_level,
+        is_mode=advantage.is_correction_mode,
+        is_threshold=advantage.is_correction_threshold,
+        is_gating=advantage.is_correction_gating,
+    )
+
+
 def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> TrainGroup:
-    advantage = config.algo.advantage
     return TrainGroup.start(
         config.actor,
         config.fsdp,
@@ -293,15 +320,7 @@ def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> T
         cpu_threads=config.train.cpu_threads,
         num_optimizer_steps=inputs.total_steps * num_windows(config) * config.train.max_epochs,
         temperature=config.rollout.temperature,
-        objective=ObjectiveSpec(
-            loss=config.actor.loss_mode,
-            loss_args=loss_args(config),
-            agg_mode=config.actor.loss_agg_mode,
-            entropy_coef=config.actor.entropy_coef,
-            is_level=advantage.is_correction_level,
-            is_mode=advantage.is_correction_mode,
-            is_threshold=advantage.is_correction_threshold,
-        ),
+        objective=objective_spec(config),
         plugins=plugins.spec,
     )
 

@@ -76,7 +76,7 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
 
 def _update(config: RLConfig, parts: Parts, batch: RolloutBatch) -> dict[str, float]:
     """Advantages and all optimizer steps of one batch."""
-    rows = batch.train_rows(parts.estimator, config.reward.clip_range)
+    rows = batch.train_rows(parts.estimator, config.reward)
     windows = split_windows(rows, num_windows(config)) * config.train.max_epochs
     return parts.trainer.update(
         windows,
@@ -101,7 +101,7 @@ def _metrics(
 ) -> dict[str, float]:
     return {
         "policy_version": version,
-        **m.rollout_metrics(batch, config.reward.clip_range),
+        **m.rollout_metrics(batch, config.reward),
         **m.excluded_metrics(generated.excluded),
         **{f"rollout/{key}": value for key, value in generated.stats.items()},
         **m.staleness_metrics(batch.rollouts, version),

@@ -12,20 +12,22 @@ from molt_core.contract import RolloutStatus
 
 if TYPE_CHECKING:
     from molt_core.batches import RolloutBatch
+    from molt_core.config.rl import RewardConfig
     from molt_core.rollout.runner import RolloutSummary
 
 
-def rollout_metrics(batch: RolloutBatch, clip_range: tuple[float, float]) -> dict[str, float]:
-    """Rewards per rollout (raw, before clipping), lengths, truncation, and the environment's numbers."""
+def rollout_metrics(batch: RolloutBatch, config: RewardConfig) -> dict[str, float]:
+    """Rewards per rollout (raw, before clipping and shaping), lengths, truncation, and the environment's numbers."""
     rewards = np.array([r.reward for r in batch.rollouts])
     by_group: dict[int, list[float]] = defaultdict(list)
     for reward, group in zip(rewards, batch.groups, strict=True):
         by_group[group].append(float(reward))
-    low, high = clip_range
+    low, high = config.clip_range
     return {
         "rollout/reward_mean": float(rewards.mean()),
         "rollout/reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
         "rollout/reward_clipped": float(((rewards < low) | (rewards > high)).mean()),
+        "rollout/reward_shaping_mean": float(batch.shaped_rewards(config)[1].mean()),
         "rollout/num_rollouts": len(rewards),
         "rollout/num_prompt_groups": len(by_group),
         "rollout/pass1": float(np.mean([np.mean(x) for x in by_group.values()])),

@@ -44,7 +44,8 @@ def aggregate(
     ``loss``: (B, L), one value per token; ``mask``: (B, L) bool. With l the loss, m the mask, b a row, t a token:
 
     - token-mean: Σ_bt m l / tokens. Source: arXiv 2503.14476.
-    - seq-mean-token-mean: Σ_b (Σ_t m l / Σ_t m) / sequences. Source: arXiv 2402.03300.
+    - seq-mean-token-mean: Σ_b (Σ_t m l / Σ_t m) / sequences. Source: arXiv 2402.03300. A sequence is a row, so that a
+      rollout whose history was rewritten counts once per segment here.
     - seq-mean-token-sum: Σ_bt m l / (sequences * norm). ``norm``: a constant, usually the token limit of a response;
       1 if None. Source: arXiv 2503.20783.
     - prompt-mean-token-mean: Σ_b w_b (Σ_t m l / Σ_t m) / prompts. ``row_weights`` w: (B,), one over the number of

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 LEVELS = ("off", "token", "seq", "geo")
 MODES = ("mask", "clip", "trunc")
+GATINGS = ("ratio", "binary_kl", "tv")
 MAX_LOG_RATIO = 30.0
 """Exponents are clamped to this on both sides; e**30 is still finite in every training dtype."""
 _PROBABILITY_FLOOR = 1e-6
 
 
-def check_correction(level: str, mode: str, threshold: tuple[float, float]) -> None:
+def check_correction(level: str, mode: str, threshold: tuple[float, float], gating: str = "ratio") -> None:
     """Refuse a correction that cannot work, before anything is started. Raises ConfigError."""
+    if gating not in GATINGS:
+        raise ConfigError(f"the correction gating {gating!r} does not exist; write one of {', '.join(GATINGS)}")
     if level not in LEVELS:
         raise ConfigError(f"the correction level {level!r} does not exist; write one of {', '.join(LEVELS)}")
     if level == "off":
@@ -37,6 +40,8 @@ def check_correction(level: str, mode: str, threshold: tuple[float, float]) -> N
             f"correction level {level!r} decides about whole sequences and only works with mode 'mask', not {mode!r}; "
             "change the mode to 'mask' or the level to 'token'"
         )
+    if gating != "ratio" and mode != "mask":
+        raise ConfigError(f"the gating {gating!r} masks whole sequences; change the mode {mode!r} to 'mask'")
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,6 +64,8 @@ def correct(
     level: str,
     mode: str = "trunc",
     threshold: tuple[float, float] = (0.5, 5.0),
+    gating: str = "ratio",
+    logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Weights that multiply the token losses, (B, L) without gradient, 0 off the mask; and metrics.
 
@@ -67,16 +74,19 @@ def correct(
 
     - the unit ratio u is w for level "token", exp(clamp(Σ_t x, ±30)) of the row for "seq", exp(mean_t x) for "geo";
     - mode "mask": w where low <= u <= high, else 0; "clip": clamp(w, low, high); "trunc": min(w, high);
-    - level "off": 1.
+    - level "off": 1;
+    - gating "binary_kl" or "tv", in mode "mask" at any level: w for all tokens of the rows that :func:`gate` admits by
+      their ``logprobs`` (those of the current policy, (B, L); the old ones if None) with the threshold high, else 0.
 
     A token whose ratio is NaN cannot be corrected and gets weight 0, at level "off" excepted. Denominators do not
     change: what is dropped still counts. Metrics: ``is_filter_ratio``, the share out of the band, (B, L) for tokens,
     (B,) for rows; ``is_weight``, the weight, (B, L); ``is_nonfinite_ratio``, the share of NaN, (B, L); ``vllm_kl``,
-    behaviour - logprobs_old, (B, L). Sources: arXiv 2505.24298 (token), 2507.18071 (geo).
+    behaviour - logprobs_old, (B, L); with a gate also its ``gate_divergence``, (B,). Sources: arXiv 2505.24298
+    (token), 2507.18071 (geo).
     """
     import torch
 
-    check_correction(level, mode, threshold)
+    check_correction(level, mode, threshold, gating)
     if level == "off":
         return mask.to(torch.float32), {}
     assert behaviour is not None, "a correction needs the engine's log-probs"
@@ -84,15 +94,18 @@ def correct(
         low, high = threshold
         x, exists = log_ratio(logprobs_old.float(), behaviour.float(), mask)
         weights = torch.where(exists, x.exp(), 0.0)
-        unit = _unit_ratio(x, mask, level)
-        outside = unit > high if mode == "trunc" else (unit < low) | (unit > high)
-        metrics = {
-            "is_filter_ratio": outside.float(),
-            "is_nonfinite_ratio": (mask & ~exists).float(),
-            "vllm_kl": -x,
-        }
+        metrics = {"is_nonfinite_ratio": (mask & ~exists).float(), "vllm_kl": -x}
+        if gating == "ratio":
+            unit = _unit_ratio(x, mask, level)
+            outside = unit > high if mode == "trunc" else (unit < low) | (unit > high)
+        else:
+            current = logprobs_old if logprobs is None else logprobs
+            admitted, gated = gate(current.float(), behaviour.float(), mask, gating, high)
+            outside = ~admitted
+            metrics["gate_divergence"] = gated["gate_divergence"]
+        metrics["is_filter_ratio"] = outside.float()
         if mode == "mask":
-            weights = torch.where(outside if level == "token" else outside[:, None], 0.0, weights)
+            weights = torch.where(outside if outside.dim() == 2 else outside[:, None], 0.0, weights)
         else:
             weights = torch.where(exists, weights.clamp(low if mode == "clip" else None, high), 0.0)
         return weights, metrics | {"is_weight": weights}

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Needs:
     """What an estimator declares; launch checks and data flow follow from it, never from its name.
 
-    ``groups``: it compares rollouts of one prompt. ``min_samples``: fewest rollouts per prompt. ``token_kl``: it can
+    ``groups``: it compares rollouts of one prompt. ``min_samples``, ``max_samples``: fewest and most rollouts per
+    prompt. ``single_step``: it is for one optimizer step per batch. ``token_kl``: it can
     use a token-level KL. ``reference``: it needs a reference model. ``values``: it needs a critic.
     """
 
@@ -26,6 +27,8 @@ class Needs:
     token_kl: bool = False
     reference: bool = False
     values: bool = False
+    max_samples: int | None = None
+    single_step: bool = False
 
 
 class Estimator(Component):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -22,6 +23,10 @@ class EstimatorNeeds(Protocol):
     def reference(self) -> bool: ...
     @property
     def values(self) -> bool: ...
+    @property
+    def max_samples(self) -> int | None: ...
+    @property
+    def single_step(self) -> bool: ...
 
 
 def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds) -> None:
@@ -32,6 +37,9 @@ def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds) -> None:
             *_batches(config),
             *_policy_lag(config),
             *_correction(config),
+            *_aggregation(config),
+            *_rewards(config),
+            *_filtering(config),
             *_sampling(config),
             *_lengths(config),
             *_ranges(config),
@@ -69,16 +77,26 @@ def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
         )
     if config.algo.kl.init_coef > 0:
         yield "a KL term needs a reference model, which is not yet available: set --algo.kl.init_coef 0"
-    if config.algo.dynamic_filtering_enable and samples < 2:
+    if needs.max_samples is not None and samples > needs.max_samples:
         yield (
-            "dynamic filtering drops groups that do not vary, and a group of one never does: "
-            "set --rollout.n_samples_per_prompt to 2 or more, or --no-algo.dynamic_filtering_enable"
+            f"estimator {name} takes at most {needs.max_samples} rollout per prompt, not {samples}: set "
+            f"--rollout.n_samples_per_prompt {needs.max_samples}, or choose another --algo.advantage.estimator"
+        )
+    if needs.single_step and _several_steps(config):
+        yield (
+            f"estimator {name} takes one optimizer step per batch: leave --train.batch_size out and set "
+            "--train.max_epochs 1, or choose another --algo.advantage.estimator"
         )
 
 
 def _rows(config: RLConfig) -> int:
     """Rollouts per step."""
     return config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
+def _several_steps(config: RLConfig) -> bool:
+    """Whether a batch is trained in more than one optimizer step."""
+    return (config.train.batch_size or _rows(config)) < _rows(config) or config.train.max_epochs > 1
 
 
 def _batches(config: RLConfig) -> Iterator[str]:
@@ -101,12 +119,11 @@ def _batches(config: RLConfig) -> Iterator[str]:
 def _policy_lag(config: RLConfig) -> Iterator[str]:
     """Off-policy data without a correction is refused; so is what contradicts the strictly on-policy mode."""
     train = config.train
-    window = train.batch_size or _rows(config)
     if config.algo.advantage.is_correction_level == "off":
         fix = "set --algo.advantage.is_correction_level token"
         if not train.force_sync_mode:
             yield f"asynchronous rollouts are off-policy and need a correction: {fix}, or --train.force_sync_mode"
-        if window < _rows(config) or train.max_epochs > 1:
+        if _several_steps(config):
             yield (
                 f"several optimizer steps per batch are off-policy and need a correction: {fix}, "
                 "or leave --train.batch_size out and set --train.max_epochs 1"
@@ -129,14 +146,73 @@ def _policy_lag(config: RLConfig) -> Iterator[str]:
 
 def _correction(config: RLConfig) -> Iterator[str]:
     advantage = config.algo.advantage
-    if advantage.is_correction_level in ("seq", "geo") and advantage.is_correction_mode != "mask":
+    level, mode, gating = advantage.is_correction_level, advantage.is_correction_mode, advantage.is_correction_gating
+    low, high = advantage.is_correction_threshold
+    if gating != "ratio":
+        if level == "off":
+            yield f"gating {gating} without a correction does nothing: set --algo.advantage.is_correction_level token"
+        if mode != "mask":
+            yield f"the gating {gating} masks whole sequences: set --algo.advantage.is_correction_mode mask, not {mode}"
+        if low != 0:
+            yield (
+                f"the gating {gating} has no lower bound: set --algo.advantage.is_correction_threshold 0 {high}, "
+                f"where {high} is the largest divergence"
+            )
+        if gating == "tv" and high >= 1:
+            yield f"tv is at most 1, so {high} admits everything: lower --algo.advantage.is_correction_threshold"
+    elif level in ("seq", "geo") and mode != "mask":
         yield (
-            f"correction level {advantage.is_correction_level} works on whole sequences, which can only be masked: "
+            f"correction level {level} works on whole sequences, which can only be masked: "
             "set --algo.advantage.is_correction_mode mask"
         )
-    low, high = advantage.is_correction_threshold
     if low >= high:
         yield f"--algo.advantage.is_correction_threshold {low} {high} is an empty band: LOW must be less than HIGH"
+    if math.isinf(high):
+        yield "--algo.advantage.is_correction_threshold needs a finite HIGH"
+
+
+def _aggregation(config: RLConfig) -> Iterator[str]:
+    if config.actor.loss_agg_norm is not None and config.actor.loss_agg_mode != "seq-mean-token-sum":
+        yield (
+            f"--actor.loss_agg_norm has no effect with {config.actor.loss_agg_mode}: leave it out, "
+            "or set --actor.loss_agg_mode seq-mean-token-sum"
+        )
+
+
+def _rewards(config: RLConfig) -> Iterator[str]:
+    reward = config.reward
+    low, high = reward.clip_range
+    if low >= high:
+        yield f"--reward.clip_range {low} {high} leaves no rewards: LOW must be less than HIGH"
+    if (reward.overlong_max is None) != (reward.overlong_buffer is None):
+        yield "a penalty on length needs both --reward.overlong_max and --reward.overlong_buffer: give the other too"
+    elif reward.overlong_max is not None and reward.overlong_buffer is not None:
+        if reward.overlong_buffer > reward.overlong_max:
+            yield (
+                f"--reward.overlong_buffer {reward.overlong_buffer} is more than --reward.overlong_max "
+                f"{reward.overlong_max}: lower it"
+            )
+        if reward.stop_properly < 1:
+            yield (
+                "the penalty on length and --reward.stop_properly both punish the same rollouts: "
+                "leave --reward.overlong_max and --reward.overlong_buffer out, or set --reward.stop_properly 1"
+            )
+
+
+def _filtering(config: RLConfig) -> Iterator[str]:
+    algo = config.algo
+    if algo.dynamic_filtering_enable and config.rollout.n_samples_per_prompt < 2:
+        yield (
+            "dynamic filtering drops groups that do not vary, and a group of one never does: "
+            "set --rollout.n_samples_per_prompt to 2 or more, or --no-algo.dynamic_filtering_enable"
+        )
+    if algo.dynamic_filtering_range is None:
+        return
+    low, high = algo.dynamic_filtering_range
+    if not low < high:
+        yield f"--algo.dynamic_filtering_range {low} {high} keeps no group: LOW must be less than HIGH"
+    if not algo.dynamic_filtering_enable:
+        yield "--algo.dynamic_filtering_range does nothing alone: set --algo.dynamic_filtering_enable, or leave it out"
 
 
 def _sampling(config: RLConfig) -> Iterator[str]:
@@ -161,9 +237,6 @@ def _lengths(config: RLConfig) -> Iterator[str]:
 
 
 def _ranges(config: RLConfig) -> Iterator[str]:
-    low, high = config.reward.clip_range
-    if low >= high:
-        yield f"--reward.clip_range {low} {high} leaves no rewards: LOW must be less than HIGH"
     for beta in config.actor.adam.betas:
         if not 0 <= beta < 1:
             yield f"--actor.adam.betas {beta} is not in [0, 1)"

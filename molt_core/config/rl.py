@@ -21,7 +21,11 @@ class ActorConfig(ModelConfig):
     loss_mode: str = Field("ppo", description="Policy loss, by plugin name.")
     loss_args: dict[str, Any] = Field({}, description="Options of the policy loss.")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean-token-mean"] = Field(
-        "token-mean", description="How token losses become one number per optimizer step."
+        "token-mean", description="How token losses become one number per optimizer step. A sequence is a segment."
+    )
+    loss_agg_norm: PositiveFloat | None = Field(
+        None,
+        description="What seq-mean-token-sum also divides by. Default: rollout.max_new_tokens, or else data.max_len.",
     )
     entropy_coef: float = Field(0.0, description="Entropy bonus; positive encourages entropy.")
     eps_clip_low_high: tuple[PositiveFloat, PositiveFloat] | None = Field(
@@ -65,7 +69,17 @@ class RewardConfig(Section):
     timeout: PositiveFloat = Field(60.0, description="Seconds that one scoring may take.")
     retries: NonNegativeInt = Field(1, description="How often a failed scoring is repeated.")
     clip_range: tuple[float, float] = Field(
-        (-10.0, 10.0), description="Rewards are clamped to it before the estimator."
+        (-10.0, 10.0), description="Rewards are clamped to it, before they are shaped for the estimator."
+    )
+    overlong_max: PositiveInt | None = Field(
+        None,
+        description="Soft penalty on length: -1 for this many sampled tokens or more. Default: none.",
+    )
+    overlong_buffer: PositiveInt | None = Field(
+        None, description="The penalty grows from 0 to -1 over this many tokens before reward.overlong_max."
+    )
+    stop_properly: float = Field(
+        1.0, ge=0, le=1, description="A truncated rollout keeps this share of a positive reward; 1 turns it off."
     )
 
 
@@ -79,7 +93,14 @@ class AdvantageConfig(Section):
     )
     is_correction_mode: Literal["mask", "clip", "trunc"] = Field("trunc", description="What happens out of the band.")
     is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] = Field(
-        (0.5, 5.0), description="The band, LOW HIGH."
+        (0.5, 5.0),
+        description="LOW HIGH. Gating ratio: the band of the ratio, trainer to engine. Gating binary_kl and tv: LOW is "
+        "0 and HIGH the largest divergence, such as 0.05.",
+    )
+    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = Field(
+        "ratio",
+        description="What mode mask decides by: the ratio of the level's unit, or a divergence between engine and "
+        "current policy, which is the mean over the tokens of a sequence at any level. Weights are those of tokens.",
     )
 
 
@@ -98,6 +119,9 @@ class AlgoConfig(Section):
     kl: KlConfig = KlConfig()
     dynamic_filtering_enable: bool = Field(False, description="Replace groups whose metric does not vary.")
     dynamic_filtering_metric: str = Field("reward", description="`reward`, or a key of the environment's info.")
+    dynamic_filtering_range: tuple[float, float] | None = Field(
+        None, description="LOW HIGH: also replace groups whose mean of the metric is not strictly between them."
+    )
     dynamic_filtering_max_tries: PositiveInt = Field(
         20, description="Batches of groups that may be filtered in a row before the run stops with an error."
     )

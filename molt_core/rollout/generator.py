@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,8 @@ class GeneratorSettings:
     """``max_ahead``: batches that may be under way besides the one that is trained next. Staleness is in updates.
 
     ``min_scored``: a group with fewer scored rollouts is dropped. ``filter_metric``: "reward", a key of ``info``, or
-    None for no filtering; ``max_filter_tries``: batches' worth of groups that may be filtered for one batch.
+    None for no filtering; ``filter_range``: bounds that its mean over a group must lie strictly between;
+    ``max_filter_tries``: batches' worth of groups that may be filtered for one batch.
     """
 
     batch_size: int
@@ -89,6 +91,7 @@ class GeneratorSettings:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     min_scored: int = 1
     filter_metric: str | None = None
+    filter_range: tuple[float, float] | None = None
     max_filter_tries: int = 20
 
     @classmethod
@@ -107,6 +110,7 @@ class GeneratorSettings:
             sampling=SamplingSettings(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens),
             min_scored=min_scored,
             filter_metric=config.algo.dynamic_filtering_metric if config.algo.dynamic_filtering_enable else None,
+            filter_range=config.algo.dynamic_filtering_range,
             max_filter_tries=config.algo.dynamic_filtering_max_tries,
         )
 
@@ -306,12 +310,15 @@ class Generator:
                 f"dynamic filtering dropped {self._counts['filtered_groups']} groups for one batch and kept "
                 f"{len(self._ready)} of the {self._settings.batch_size} it needs: "
                 f"{self._settings.filter_metric} hardly ever varies within a group"
+                + (" or its mean is out of --algo.dynamic_filtering_range" if self._settings.filter_range else "")
             )
         return False
 
-    @staticmethod
-    def _has_signal(scored: Sequence[RolloutSummary], metric: str) -> bool:
-        """Whether the metric varies within the group. A single rollout has nothing to be compared with and is kept."""
+    def _has_signal(self, scored: Sequence[RolloutSummary], metric: str) -> bool:
+        """Whether the metric varies within the group, and its mean lies strictly between the bounds.
+
+        A single rollout has nothing to be compared with, so it need not vary.
+        """
         for rollout in scored:
             if metric != "reward" and metric not in rollout.info:
                 raise ConfigError(
@@ -319,7 +326,9 @@ class Generator:
                     f"there is: {', '.join(['reward', *sorted(rollout.info)])}"
                 )
         values = [rollout.reward if metric == "reward" else rollout.info[metric] for rollout in scored]
-        return len(values) < 2 or max(values) - min(values) > SAME
+        varies = len(values) < 2 or max(values) - min(values) > SAME
+        low, high = self._settings.filter_range or (-math.inf, math.inf)
+        return varies and low < sum(values) / len(values) < high
 
     def _common_error(self) -> str:
         message, count = max(self._messages.items(), key=lambda item: item[1], default=("unknown", 0))

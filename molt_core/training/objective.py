@@ -83,11 +83,14 @@ class Objective:
         if self._loss is None:
             return aggregate(-logprobs, batch.mask, "token-mean", totals)
         spec = self.spec
-        weights, corrections = correct(old, batch.behaviour, batch.mask, spec.is_level, spec.is_mode, spec.is_threshold)
+        weights, corrections = correct(
+            *(old, batch.behaviour, batch.mask, spec.is_level, spec.is_mode, spec.is_threshold, spec.is_gating),
+            logprobs=logprobs.detach(),
+        )
         inputs = LossInputs(logprobs, old, batch.advantages, batch.mask)
         token_loss, metrics = self._loss.token_loss(inputs)
         corrected = torch.where(weights == 0, 0.0, token_loss * weights)
-        total = aggregate(corrected, batch.mask, spec.agg_mode, totals, row_weights=batch.weights)
+        total = aggregate(corrected, batch.mask, spec.agg_mode, totals, row_weights=batch.weights, norm=spec.agg_norm)
         tally.add_masked({f"train/{k}": v for k, v in {**metrics, **corrections}.items()}, batch.mask)
         if entropy is not None:
             tally.add_masked({"train/entropy": entropy}, batch.mask)
@@ -100,9 +103,15 @@ def add_mismatch(tally: Tally, old: Tensor, batch: MicroBatch) -> None:
     """How far the trainer's log-probs are from the engine's on the same tokens, before any update.
 
     With x = clamp(log π_trainer - log π_engine, ±30): ``abs_max`` is max |x|; ``k3`` the mean of exp(x) - 1 - x, an
-    estimate of KL(engine || trainer); ``ratio_mean`` the mean of exp(x), which is 1 in expectation without a mismatch.
+    estimate of KL(engine || trainer); ``ratio_mean`` the mean of exp(x), which is 1 in expectation without a mismatch;
+    ``ratio_max`` its maximum; ``exact_share`` the share of tokens whose two float32 log-probs are the same bit for bit.
     """
     x, _ = log_ratio(old, batch.behaviour, batch.mask)
     x = x.double()
-    tally.add_masked({"mismatch/k3": x.exp() - 1 - x, "mismatch/ratio_mean": x.exp()}, batch.mask)
+    ratio = x.exp()
+    exact = (old == batch.behaviour).double()
+    tally.add_masked(
+        {"mismatch/k3": ratio - 1 - x, "mismatch/ratio_mean": ratio, "mismatch/exact_share": exact}, batch.mask
+    )
     tally.add_max("mismatch/abs_max", x.abs().max())
+    tally.add_max("mismatch/ratio_max", torch.where(batch.mask, ratio, 0.0).max())

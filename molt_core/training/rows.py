@@ -62,17 +62,20 @@ class WindowPlan:
 class ObjectiveSpec:
     """What is minimised. ``loss`` None: negative log-likelihood of the actions, the supervised objective.
 
-    ``loss_args`` are the options of the loss plugin. ``is_*`` is the correction of the mismatch between rollout and
-    training policy (see algorithms.correction). ``entropy_coef`` > 0 rewards entropy.
+    ``loss_args`` are the options of the loss plugin. ``agg_*`` is how token losses become one number (see
+    algorithms.aggregate). ``is_*`` is the correction of the mismatch between rollout and training policy (see
+    algorithms.correction). ``entropy_coef`` > 0 rewards entropy.
     """
 
     loss: str | None = None
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     agg_mode: str = "token-mean"
+    agg_norm: float | None = None
     entropy_coef: float = 0.0
     is_level: str = "off"
     is_mode: str = "trunc"
     is_threshold: tuple[float, float] = (0.5, 5.0)
+    is_gating: str = "ratio"
 
 
 def resolve_segments(rows: Sequence[TrainRow]) -> list[Segment]:

@@ -93,11 +93,14 @@ class ReinforceBaseline(_GroupEstimator):
 
 
 class FlashReinforce(Estimator):
-    """r minus the mean reward of the batch, for one rollout per prompt.
+    """r minus the mean reward of the batch, for one rollout per prompt and one optimizer step per batch.
 
     No group is needed, so every prompt is sampled once and a batch covers as many prompts as it has rollouts.
-    A batch of equal rewards gives exactly 0.
+    A batch of equal rewards gives exactly 0. Made for token weights with a sequence gate
+    (``is_correction_gating binary_kl``) and the aggregation seq-mean-token-mean.
     """
+
+    needs = Needs(max_samples=1, single_step=True)
 
     def advantages(self, batch: Batch) -> Tensor:
         """One advantage per rollout, (R,) float32."""
