@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from molt_core.algorithms.estimator import Estimator
 from molt_core.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly
 from molt_core.contract import Batch, RolloutStatus
 from molt_core.training.rows import TrainRow
@@ -72,31 +71,34 @@ class RolloutBatch:
             truncated=self._truncated(),
         )
 
-    def train_rows(self, estimator: Estimator, config: RewardConfig) -> list[TrainRow]:
-        """One row per segment with its advantage: a number for all its tokens, or (T-1,) values."""
-        batch = self.for_estimator(config)
-        advantages = estimator.advantages(batch)
-        if not torch.isfinite(advantages).all():
-            raise ValueError(f"estimator {type(estimator).__name__} returned advantages that are not finite")
-        out = []
-        for i, (r, s) in enumerate(self.rows):
-            info = self.rollouts[r].segments[s]
-            if advantages.dim() == 1:
-                advantage: float | np.ndarray = float(advantages[r])
-            else:
-                advantage = advantages[i, : info.length - 1].float().numpy()
-            out.append(
-                TrainRow(
-                    source=self.rollouts[r].data,
-                    segment=s,
-                    length=info.length,
-                    num_actions=info.num_actions,
-                    advantage=advantage,
-                    rollout=r,
-                    group=self.groups[r],
-                )
+    def train_rows(self) -> list[TrainRow]:
+        """One row per segment that has a sampled token, still without advantages; as many as ``for_estimator`` has."""
+        return [
+            TrainRow(
+                source=self.rollouts[r].data,
+                segment=s,
+                length=self.rollouts[r].segments[s].length,
+                num_actions=self.rollouts[r].segments[s].num_actions,
+                rollout=r,
+                group=self.groups[r],
             )
-        return out
+            for r, s in self.rows
+        ]
+
+
+def with_advantages(rows: Sequence[TrainRow], advantages: Tensor) -> list[TrainRow]:
+    """The rows, each with its number out of (R,), one per rollout, or its (T-1,) out of (S, L), one per token."""
+    if advantages.dim() == 1:
+        return [replace(row, advantage=float(advantages[row.rollout])) for row in rows]
+    return [replace(row, advantage=advantages[i, : row.length - 1].float().numpy()) for i, row in enumerate(rows)]
+
+
+def pad_tokens(values: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    """Arrays of up to L tokens, one per row, as one tensor shaped ``like`` (S, L), 0 behind their ends."""
+    padded = np.zeros(like.shape, np.float32)
+    for row, value in zip(padded, values, strict=True):
+        row[: len(value)] = value
+    return torch.from_numpy(padded)
 
 
 def split_windows(rows: Sequence[TrainRow], num_windows: int) -> list[list[TrainRow]]:

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import ray
 
 from molt_core.chat.template import load_tokenizer
+from molt_core.chat.vocabulary import vocabulary_difference
 from molt_core.config import RLConfig, SFTConfig
 from molt_core.config.checks import check_rl
 from molt_core.config.checks import check_sft as check_sft_options
+from molt_core.config.kl import KlPlan, advise_on_kl
 from molt_core.data.conversations import Conversations, read_conversations
 from molt_core.data.prompts import PromptCursor
 from molt_core.data.rows import read_rows
 from molt_core.errors import ConfigError
 from molt_core.evaluation import Evaluator
+from molt_core.learner import Learner, num_windows
 from molt_core.logs import QUIET
-from molt_core.loop import Parts, num_windows
+from molt_core.loop import Parts
 from molt_core.loop import train as run_loop
 from molt_core.plugins import Plugins
 from molt_core.progress import Progress
@@ -41,7 +44,7 @@ from molt_core.training.sft import num_sft_steps, run_sft
 
 if TYPE_CHECKING:
     from molt_core.agents.env import Env
-    from molt_core.algorithms.estimator import Estimator
+    from molt_core.algorithms.estimator import Estimator, Needs
 
 logger = logging.getLogger("molt")
 
@@ -71,6 +74,7 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
         plugins.validate("tracker", tracker, config.logger.tracker_args.get(tracker, {}))
     check_rl(config, estimator.needs)
     check_model(config.actor.model_name_or_path, "actor.model_name_or_path")
+    _check_reference(config, KlPlan.of(config, estimator.needs))
 
     assert config.data.prompt_dataset is not None
     rows = read_rows(config.data.prompt_dataset, max_samples=config.data.max_samples, columns=env.columns)
@@ -91,6 +95,21 @@ def _check_loss(config: RLConfig, plugins: Plugins) -> None:
                 f"loss {actor.loss_mode} has no {name}: leave --actor.{name} out, or choose another --actor.loss_mode"
             )
     plugins.validate("loss", actor.loss_mode, loss_args(config))
+
+
+def _check_reference(config: RLConfig, kl: KlPlan) -> None:
+    """The reference model scores the policy's tokens, so both must mean the same by them."""
+    advise_on_kl(kl)
+    actor = config.actor.model_name_or_path
+    if kl.model is None or kl.model == actor:
+        return
+    check_model(kl.model, "ref.model_name_or_path")
+    difference = vocabulary_difference(actor, kl.model, config.fsdp.trust_remote_code)
+    if difference:
+        raise ConfigError(
+            f"the reference model {kl.model} has another vocabulary than {actor} ({difference}), so it cannot score "
+            "the tokens: set --ref.model_name_or_path to a model with the actor's tokenizer"
+        )
 
 
 def loss_args(config: RLConfig) -> dict[str, Any]:
@@ -243,7 +262,7 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
         engines = start_engines(_engine_settings(config, inputs.device), config.vllm.num_engines)
         stack.push_async_callback(stop_engines, engines)
         runners = start_runners(RunnerSettings.from_config(config, plugins.spec), engines, config.rollout.num_runners)
-        trainer = await asyncio.to_thread(_start_trainer, config, plugins, inputs)
+        trainer = await asyncio.to_thread(_start_trainer, config, plugins, inputs, estimator.needs)
         stack.callback(trainer.close)
         await asyncio.gather(*(e.check_health() for e in engines), *(r.ready() for r in runners))
 
@@ -266,9 +285,12 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
         generator = Generator(inputs.rows, cursor, dispatcher, settings, version=step)
         if checkpoint is not None:
             generator.load(state["generator"])
+        learner = Learner(config, estimator, trainer)
+        if checkpoint is not None:
+            learner.load(state["learner"])
         recorder = _recorder(config, plugins, run_dir, store, inputs.total_steps, step)
         evaluator = Evaluator(inputs.eval_rows, dispatcher, config) if inputs.eval_rows else None
-        parts = Parts(generator, trainer, refitter, estimator, evaluator, recorder)
+        parts = Parts(generator, trainer, refitter, learner, evaluator, recorder)
         with recorder.open(config, resumed_step=step):
             async with generator:
                 await run_loop(config, parts, step, inputs.total_steps)
@@ -295,15 +317,17 @@ def _engine_settings(config: RLConfig, device: Device) -> EngineSettings:
     )
 
 
-def objective_spec(config: RLConfig) -> ObjectiveSpec:
-    """What the options say is to be minimised."""
-    actor, advantage = config.actor, config.algo.advantage
+def objective_spec(config: RLConfig, needs: Needs) -> ObjectiveSpec:
+    """What the options say is to be minimised, for an estimator with these needs."""
+    actor, advantage, kl = config.actor, config.algo.advantage, KlPlan.of(config, needs)
     return ObjectiveSpec(
         loss=actor.loss_mode,
         loss_args=loss_args(config),
         agg_mode=actor.loss_agg_mode,
         agg_norm=actor.loss_agg_norm or config.rollout.max_new_tokens or config.data.max_len,
         entropy_coef=actor.entropy_coef,
+        kl=kl.estimator if kl.use == "loss" else None,
+        kl_ref=config.algo.kl.ref,
         is_level=advantage.is_correction_level,
         is_mode=advantage.is_correction_mode,
         is_threshold=advantage.is_correction_threshold,
@@ -311,7 +335,7 @@ def objective_spec(config: RLConfig) -> ObjectiveSpec:
     )
 
 
-def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> TrainGroup:
+def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs, needs: Needs) -> TrainGroup:
     return TrainGroup.start(
         config.actor,
         config.fsdp,
@@ -320,8 +344,9 @@ def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> T
         cpu_threads=config.train.cpu_threads,
         num_optimizer_steps=inputs.total_steps * num_windows(config) * config.train.max_epochs,
         temperature=config.rollout.temperature,
-        objective=objective_spec(config),
+        objective=objective_spec(config, needs),
         plugins=plugins.spec,
+        reference=KlPlan.of(config, needs).model,
     )
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from molt_core import metrics as m
-from molt_core.batches import RolloutBatch, split_windows
+from molt_core.batches import RolloutBatch
 
 if TYPE_CHECKING:
-    from molt_core.algorithms.estimator import Estimator
     from molt_core.config import RLConfig
     from molt_core.evaluation import Evaluator
+    from molt_core.learner import Learner
     from molt_core.rollout.generator import GeneratedBatch, Generator
     from molt_core.rollout.refit import Refitter
     from molt_core.run import RunRecorder
@@ -32,7 +32,7 @@ class Parts:
     generator: Generator
     trainer: TrainGroup
     refitter: Refitter
-    estimator: Estimator
+    learner: Learner
     evaluator: Evaluator | None
     recorder: RunRecorder
 
@@ -55,7 +55,7 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
 
         batch = RolloutBatch.from_groups(generated.groups)
         with timer("train"):
-            trained = await asyncio.to_thread(_update, config, parts, batch)
+            trained = await asyncio.to_thread(parts.learner.update, batch)
         with timer("refit"):
             await parts.refitter.refit(version=step + 1)
         parts.generator.policy_updated(step + 1)
@@ -64,7 +64,7 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
         step += 1
         if parts.recorder.wants_checkpoint(step):
             with timer("checkpoint"):
-                state = {"step": step, "generator": parts.generator.state()}
+                state = {"step": step, "generator": parts.generator.state(), "learner": parts.learner.state()}
                 await asyncio.to_thread(parts.recorder.save, step, parts.trainer, state)
         parts.recorder.log_step(step, values | timer.metrics(batch), batch)
         if parts.evaluator and config.eval.steps > 0 and step % config.eval.steps == 0:
@@ -72,24 +72,6 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
 
     if parts.evaluator and config.eval.at_end and not (config.eval.steps > 0 and step % config.eval.steps == 0):
         parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
-
-
-def _update(config: RLConfig, parts: Parts, batch: RolloutBatch) -> dict[str, float]:
-    """Advantages and all optimizer steps of one batch."""
-    rows = batch.train_rows(parts.estimator, config.reward)
-    windows = split_windows(rows, num_windows(config)) * config.train.max_epochs
-    return parts.trainer.update(
-        windows,
-        max_tokens=config.train.max_tokens_per_gpu,
-        micro_batch_size=config.train.micro_batch_size,
-        recompute_old=len(windows) > 1,
-    )
-
-
-def num_windows(config: RLConfig) -> int:
-    """Optimizer steps per pass over one step's rollouts."""
-    rollouts = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    return rollouts // (config.train.batch_size or rollouts)
 
 
 def _metrics(

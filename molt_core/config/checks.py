@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
+from molt_core.config.kl import kl_problems
 from molt_core.config.rl import RLConfig
 from molt_core.config.sft import SFTConfig
 from molt_core.config.shared import CheckpointConfig, FsdpConfig
@@ -19,6 +20,8 @@ class EstimatorNeeds(Protocol):
     def groups(self) -> bool: ...
     @property
     def min_samples(self) -> int: ...
+    @property
+    def token_kl(self) -> bool: ...
     @property
     def reference(self) -> bool: ...
     @property
@@ -34,6 +37,7 @@ def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds) -> None:
     _refuse(
         [
             *_estimator(config, estimator_needs),
+            *kl_problems(config, estimator_needs),
             *_batches(config),
             *_policy_lag(config),
             *_correction(config),
@@ -70,13 +74,6 @@ def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
         )
     if needs.values:
         yield f"estimator {name} needs a critic, which is not yet available: choose another --algo.advantage.estimator"
-    if needs.reference:
-        yield (
-            f"estimator {name} needs a reference model, which is not yet available: "
-            "choose another --algo.advantage.estimator"
-        )
-    if config.algo.kl.init_coef > 0:
-        yield "a KL term needs a reference model, which is not yet available: set --algo.kl.init_coef 0"
     if needs.max_samples is not None and samples > needs.max_samples:
         yield (
             f"estimator {name} takes at most {needs.max_samples} rollout per prompt, not {samples}: set "

@@ -105,11 +105,25 @@ class AdvantageConfig(Section):
 
 
 class KlConfig(Section):
-    """KL against the reference model."""
+    """KL of the policy to a reference."""
 
-    init_coef: NonNegativeFloat = Field(0.0, description="KL coefficient; above 0 a reference model is loaded.")
-    use_loss: bool = Field(True, description="KL as a loss term; otherwise as a reward.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator.")
+    init_coef: NonNegativeFloat = Field(
+        0.0, description="KL coefficient; 0: no KL, or 1 where the estimator needs a reference."
+    )
+    use_loss: bool | None = Field(
+        None,
+        description="KL as a loss term; off: as a reward. Default: on, but off where the estimator needs a reference.",
+    )
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None, description="KL per token. Default: k3 as a loss, k1 as a reward."
+    )
+    ref: Literal["reference", "rollout"] = Field(
+        "reference", description="KL to the reference model, or (as a loss) to the policy that sampled."
+    )
+    target: PositiveFloat | None = Field(
+        None, description="KL per token that the coefficient is steered to. Default: the coefficient is fixed."
+    )
+    horizon: PositiveInt = Field(10000, description="Rollouts over which the coefficient moves by the error.")
 
 
 class AlgoConfig(Section):

@@ -17,18 +17,24 @@ class AdamConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay, on all parameters.")
 
 
-class ModelConfig(Section):
-    """A trainable model, its optimizer and its schedule."""
+class TrainedModelConfig(Section):
+    """A model, its optimizer and its schedule."""
 
-    model_name_or_path: str = Field("", description="Hugging Face checkpoint folder or name. Required.")
-    num_nodes: PositiveInt = Field(1, description="Nodes of the training group.")
-    num_gpus_per_node: PositiveInt = Field(1, description="Training ranks per node: GPUs, or processes on CPU.")
+    model_name_or_path: str = Field("", description="Hugging Face checkpoint folder or name.")
     gradient_checkpoint: bool = Field(False, description="Recompute activations in the backward pass.")
     adam: AdamConfig = AdamConfig()
     lr_scheduler: str = Field("constant", description="Any Hugging Face scheduler name.")
     lr_warmup_ratio: float = Field(0.03, ge=0, le=1, description="Share of the optimizer steps spent warming up.")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Lowest learning rate as a share of the peak.")
     max_norm: float = Field(1.0, description="Gradient clipping norm; 0 turns clipping off.")
+
+
+class ModelConfig(TrainedModelConfig):
+    """The model that a program trains, and the ranks that train it."""
+
+    model_name_or_path: str = Field("", description="Hugging Face checkpoint folder or name. Required.")
+    num_nodes: PositiveInt = Field(1, description="Nodes of the training group.")
+    num_gpus_per_node: PositiveInt = Field(1, description="Training ranks per node: GPUs, or processes on CPU.")
 
 
 class FsdpConfig(Section):

@@ -55,12 +55,14 @@ class TrainGroup:
         temperature: float = 1.0,
         objective: ObjectiveSpec,
         plugins: PluginSpec | None = None,
+        reference: str | None = None,
     ) -> TrainGroup:
         """Start num_nodes x num_gpus_per_node ranks and build the model on them.
 
         ``device``: "cuda", one GPU per rank, or "cpu", ``cpu_threads`` threads per rank. ``num_optimizer_steps``: the
-        length of the learning-rate schedule. ``temperature``: that of the log-probs. Raises ConfigError when the
-        cluster does not have the GPUs, or when model, schedule or loss are not usable.
+        length of the learning-rate schedule. ``temperature``: that of the log-probs. ``reference``: checkpoint of the
+        reference model, which every rank holds a frozen shard of. Raises ConfigError when the cluster does not have the
+        GPUs, or when model, schedule or loss are not usable.
         """
         import ray
 
@@ -78,6 +80,7 @@ class TrainGroup:
             temperature,
             objective,
             plugins or PluginSpec(),
+            reference,
         )
         placement = _place(model) if device == "cuda" else None
         actor: Any = ray.remote(TrainWorker)
@@ -113,6 +116,7 @@ class TrainGroup:
         max_tokens: int = 16384,
         micro_batch_size: int | None = None,
         recompute_old: bool = False,
+        kl_coef: float = 0.0,
     ) -> dict[str, float]:
         """One optimizer step per window, on all ranks, with one denominator per window; returns metrics.
 
@@ -120,6 +124,7 @@ class TrainGroup:
         log-probs of every row are those of the weights before the first window, needed where there is more than one;
         otherwise a row's old log-probs are its current ones. A window listed again (the same object) is another
         pass over it. A window without an action token is not a step; it is counted in ``train/empty_windows``.
+        ``kl_coef``: the weight of the KL term, if the objective has one.
         """
         unique: dict[int, int] = {}
         order = [unique.setdefault(id(window), len(unique)) for window in windows if any(r.num_actions for r in window)]
@@ -135,17 +140,28 @@ class TrainGroup:
             for key in unique
         ]
         per_rank = [[plans[rank] for plans in planned] for rank in range(self.world_size)]
-        sums = self._call_each("update", [(plans, order, recompute_old) for plans in per_rank])
+        sums = self._call_each("update", [(plans, order, recompute_old, kl_coef) for plans in per_rank])
         metrics |= merge(sums)
         metrics["train/optimizer_steps"] -= metrics["train/skipped_steps"]
         return metrics
 
     def logprobs(self, rows: Sequence[TrainRow], *, max_tokens: int = 16384) -> list[np.ndarray]:
         """Log-probs of each row's actions under the current weights and the temperature, (T-1,), 0 off the actions."""
+        return self._per_row("logprobs", rows, max_tokens)
+
+    def token_kl(self, rows: Sequence[TrainRow], estimator: str, *, max_tokens: int = 16384) -> list[np.ndarray]:
+        """KL of the current policy to the reference model on each row's actions, (T-1,), 0 off the actions.
+
+        ``estimator``: "k1", "k2" or "k3" (algorithms.kl). The group must have been started with a reference.
+        """
+        return self._per_row("token_kl", rows, max_tokens, estimator)
+
+    def _per_row(self, method: str, rows: Sequence[TrainRow], max_tokens: int, *more: Any) -> list[np.ndarray]:
+        """One array per row, in the order of the rows, from a method of the ranks that takes micro-batches."""
         ranks = partition([row.length for row in rows], self.world_size, max_tokens=max_tokens)
-        arguments = [([[WeightedRow(rows[i]) for i in chunk] for chunk in rank],) for rank in ranks]
+        arguments = [([[WeightedRow(rows[i]) for i in chunk] for chunk in rank], *more) for rank in ranks]
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
-        for rank, results in zip(ranks, self._call_each("logprobs", arguments), strict=True):
+        for rank, results in zip(ranks, self._call_each(method, arguments), strict=True):
             for chunk, values in zip(rank, results, strict=True):
                 for i, value in zip(chunk, values, strict=True):
                     out[i] = value

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from molt_core.algorithms.aggregate import Totals, aggregate
 from molt_core.algorithms.correction import correct, log_ratio
+from molt_core.algorithms.kl import token_kl
 from molt_core.algorithms.loss import Loss, LossInputs
 from molt_core.algorithms.masked import masked_sum
 from molt_core.plugins import PluginSpec, load_plugins
@@ -59,6 +60,14 @@ class Tally:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Log-probs (B, T-1) without a graph: ``old`` before the update, ``reference`` of the reference model."""
+
+    old: Tensor
+    reference: Tensor | None = None
+
+
 class Objective:
     """The loss of an ObjectiveSpec, with the window's denominators."""
 
@@ -72,26 +81,44 @@ class Objective:
     def is_supervised(self) -> bool:
         return self._loss is None
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss takes log-probs of a reference model."""
+        return self.spec.kl is not None and self.spec.kl_ref == "reference"
+
     def loss(
-        self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor | None, old: Tensor, totals: Totals, tally: Tally
+        self,
+        batch: MicroBatch,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        known: Known,
+        totals: Totals,
+        tally: Tally,
+        kl_coef: float = 0.0,
     ) -> Tensor:
         """This micro-batch's share of the window's loss, a scalar with a graph.
 
-        Policy: aggregate(token loss x correction weight) - entropy_coef * token mean of the entropy. Supervised: token
-        mean of -logprobs. ``old`` (B, T-1): log-probs before the update, without a graph.
+        Policy: aggregate(token loss x correction weight) + kl_coef * token mean of the KL - entropy_coef * token mean
+        of the entropy. Supervised: token mean of -logprobs.
         """
         if self._loss is None:
             return aggregate(-logprobs, batch.mask, "token-mean", totals)
         spec = self.spec
         weights, corrections = correct(
-            *(old, batch.behaviour, batch.mask, spec.is_level, spec.is_mode, spec.is_threshold, spec.is_gating),
+            *(known.old, batch.behaviour, batch.mask, spec.is_level, spec.is_mode, spec.is_threshold, spec.is_gating),
             logprobs=logprobs.detach(),
         )
-        inputs = LossInputs(logprobs, old, batch.advantages, batch.mask)
+        inputs = LossInputs(logprobs, known.old, batch.advantages, batch.mask)
         token_loss, metrics = self._loss.token_loss(inputs)
         corrected = torch.where(weights == 0, 0.0, token_loss * weights)
         total = aggregate(corrected, batch.mask, spec.agg_mode, totals, row_weights=batch.weights, norm=spec.agg_norm)
         tally.add_masked({f"train/{k}": v for k, v in {**metrics, **corrections}.items()}, batch.mask)
+        if spec.kl is not None:
+            reference = known.reference if self.needs_reference else batch.behaviour
+            assert reference is not None, "the KL needs log-probs of the reference"
+            kl = token_kl(logprobs, reference, batch.mask, spec.kl)
+            tally.add_masked({"train/kl": kl}, batch.mask)
+            total = total + kl_coef * aggregate(kl, batch.mask, "token-mean", totals)
         if entropy is not None:
             tally.add_masked({"train/entropy": entropy}, batch.mask)
             if spec.entropy_coef:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from molt_core.config.shared import AdamConfig, ModelConfig
+from molt_core.config.shared import AdamConfig, TrainedModelConfig
 from molt_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: AdamConfig) -> O
     )
 
 
-def build_scheduler(optimizer: Optimizer, config: ModelConfig, num_steps: int) -> LRScheduler:
+def build_scheduler(optimizer: Optimizer, config: TrainedModelConfig, num_steps: int) -> LRScheduler:
     """The Hugging Face schedule of that name over ``num_steps`` optimizer steps. Raises ConfigError for a bad name.
 
     Warm-up takes ceil(num_steps * lr_warmup_ratio) steps and starts at 0. ``warmup_stable_decay`` decays over the last

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from molt_core.config.shared import FsdpConfig, ModelConfig
+from molt_core.config.shared import FsdpConfig, TrainedModelConfig
 from molt_core.errors import ConfigError
 from molt_core.training.compat import automodel_on_cpu
 from molt_core.training.mesh import Rank, build_setup
@@ -22,7 +22,7 @@ HEAD_ROWS = 1024
 """Positions that go through the output embedding at once: what bounds the memory for logits."""
 
 
-def build_model(config: ModelConfig, fsdp: FsdpConfig, rank: Rank) -> nn.Module:
+def build_model(config: TrainedModelConfig, fsdp: FsdpConfig, rank: Rank) -> nn.Module:
     """AutoModel's implementation of the checkpoint, sharded over all ranks, with float32 master weights."""
     from huggingface_hub.errors import HFValidationError
     from nemo_automodel import NeMoAutoModelForCausalLM
@@ -51,14 +51,65 @@ def build_model(config: ModelConfig, fsdp: FsdpConfig, rank: Rank) -> nn.Module:
     return model
 
 
-class Policy:
+def build_reference(path: str, fsdp: FsdpConfig, rank: Rank, temperature: float) -> Policy:
+    """A frozen policy, sharded and computed like the trained one, so that equal checkpoints give equal log-probs."""
+    model = build_model(TrainedModelConfig(model_name_or_path=path), fsdp, rank)
+    return Policy(model.requires_grad_(False).eval(), rank, temperature)
+
+
+class CausalModel:
+    """A sharded causal language model, whose output embedding a subclass replaces by what it computes per position."""
+
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        self.model = model
+        self.rank = rank
+        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        if self._head is None:
+            raise ConfigError(f"{type(model).__name__} has no output embedding; choose a causal language model")
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Whether the next backward pass reduces gradients over the ranks, or only adds them up here."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(enabled)
+
+    def reshard(self) -> None:
+        """Put every parameter back into its sharded form; a forward pass without a backward leaves some gathered."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @contextmanager
+    def _replaced_head(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """While it is open, ``forward`` maps the last hidden states (B, T, H) to what the model returns.
+
+        It runs inside the output embedding's own call, so that the hooks of FSDP around it stay as they are.
+        """
+        self._head.forward = forward
+        try:
+            yield
+        finally:
+            del self._head.forward
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
+        with self._autocast():
+            output = self.model(
+                input_ids=batch.ids, attention_mask=batch.attention, position_ids=batch.positions, use_cache=False
+            )
+        return output if isinstance(output, Tensor) else output.logits
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """FSDP casts the weights; a model on one rank is not sharded and is cast here."""
+        if isinstance(self.model, FSDPModule) or self.rank.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.rank.device.type, self.rank.dtype)
+
+
+class Policy(CausalModel):
     """A causal language model that gives the log-probs of chosen tokens. All methods are collective over the ranks."""
 
     def __init__(self, model: nn.Module, rank: Rank, temperature: float = 1.0) -> None:
-        self.model = model
-        self.rank = rank
+        super().__init__(model, rank)
         self.temperature = temperature
-        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
         self._check_head()
 
     def score(
@@ -87,17 +138,6 @@ class Policy:
         self.reshard()
         return values
 
-    def sync_gradients(self, enabled: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks, or only adds them up here."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(enabled)
-
-    def reshard(self) -> None:
-        """Put every parameter back into its sharded form; a forward pass without a backward leaves some gathered."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def hf_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their names in a Hugging Face checkpoint, tied copies left out; on the CPU of rank 0.
 
@@ -118,25 +158,8 @@ class Policy:
                 tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
                 yield hf_name, tensor.contiguous()
 
-    def _forward(self, batch: MicroBatch) -> Tensor:
-        with self._autocast():
-            output = self.model(
-                input_ids=batch.ids, attention_mask=batch.attention, position_ids=batch.positions, use_cache=False
-            )
-        return output if isinstance(output, Tensor) else output.logits
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """FSDP casts the weights; a model on one rank is not sharded and is cast here."""
-        if isinstance(self.model, FSDPModule) or self.rank.dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.rank.device.type, self.rank.dtype)
-
-    @contextmanager
-    def _scoring_head(self, batch: MicroBatch, entropy: tuple[bool, bool]) -> Iterator[None]:
-        """While it is open, the output embedding gives (N, 1 or 2) log-probs and entropies instead of (B, T, V) logits.
-
-        The replaced forward runs inside the module's own call, so that the hooks of FSDP around it stay as they are.
-        """
+    def _scoring_head(self, batch: MicroBatch, entropy: tuple[bool, bool]) -> AbstractContextManager[None]:
+        """While it is open, the model returns (N, 1 or 2) log-probs and entropies instead of (B, T, V) logits."""
         project = self._head.forward
 
         def forward(hidden: Tensor) -> Tensor:
@@ -149,17 +172,11 @@ class Policy:
                 ]
             )
 
-        self._head.forward = forward
-        try:
-            yield
-        finally:
-            del self._head.forward
+        return self._replaced_head(forward)
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """Refuse a model that changes its logits behind the output embedding: its log-probs would be silently wrong."""
-        if self._head is None:
-            raise ConfigError(f"{type(self.model).__name__} has no output embedding; choose a causal language model")
         ids = torch.arange(4, device=self.rank.device)[None]
         ones, index = torch.ones_like(ids), torch.arange(3, device=self.rank.device)
         nothing = torch.zeros(0, device=self.rank.device)

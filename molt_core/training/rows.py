@@ -64,7 +64,8 @@ class ObjectiveSpec:
 
     ``loss_args`` are the options of the loss plugin. ``agg_*`` is how token losses become one number (see
     algorithms.aggregate). ``is_*`` is the correction of the mismatch between rollout and training policy (see
-    algorithms.correction). ``entropy_coef`` > 0 rewards entropy.
+    algorithms.correction). ``entropy_coef`` > 0 rewards entropy. ``kl``: estimator of the KL term in the loss, None for
+    no term; ``kl_ref``: to the "reference" model, or to the "rollout" policy.
     """
 
     loss: str | None = None
@@ -72,6 +73,8 @@ class ObjectiveSpec:
     agg_mode: str = "token-mean"
     agg_norm: float | None = None
     entropy_coef: float = 0.0
+    kl: str | None = None
+    kl_ref: str = "reference"
     is_level: str = "off"
     is_mode: str = "trunc"
     is_threshold: tuple[float, float] = (0.5, 5.0)

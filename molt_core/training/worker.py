@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class WorkerSpec:
     temperature: float
     objective: ObjectiveSpec
     plugins: PluginSpec
+    reference: str | None = None
 
 
 class TrainWorker:
@@ -78,7 +79,7 @@ class TrainWorker:
         from molt_core.training import mesh
         from molt_core.training.objective import Objective
         from molt_core.training.optimizers import build_optimizer, build_scheduler
-        from molt_core.training.policy import Policy, build_model
+        from molt_core.training.policy import Policy, build_model, build_reference
 
         spec = self.spec
         self.objective = Objective(spec.objective, spec.plugins)
@@ -95,11 +96,14 @@ class TrainWorker:
         place = mesh.Rank(self.rank, self.world, device, mesh.compute_dtype(spec.fsdp.param_dtype, spec.device))
         model = build_model(spec.model, spec.fsdp, place)
         self.policy = Policy(model, place, spec.temperature)
+        self.reference = build_reference(spec.reference, spec.fsdp, place, spec.temperature) if spec.reference else None
         self.optimizer = build_optimizer(model.parameters(), spec.model.adam)
         self.scheduler = build_scheduler(self.optimizer, spec.model, spec.num_optimizer_steps)
         self.pad_id: int = getattr(model.config, "pad_token_id", None) or 0
 
-    def update(self, plans: Sequence[WindowPlan], order: Sequence[int], recompute_old: bool) -> MetricSums:
+    def update(
+        self, plans: Sequence[WindowPlan], order: Sequence[int], recompute_old: bool, kl_coef: float = 0.0
+    ) -> MetricSums:
         """One optimizer step per entry of ``order``, an index into ``plans``."""
         from molt_core.training.objective import Tally, add_mismatch
 
@@ -109,8 +113,9 @@ class TrainWorker:
         if recompute_old and not self.objective.is_supervised:
             for w in sorted(set(order) - {order[0]}):
                 old[w] = [self.policy.logprobs(batch) for batch in windows[w]]
+        reference = [self._reference_logprobs(window) for window in windows]
         for n, w in enumerate(order):
-            seen = self._step(plans[w], windows[w], old[w], tally)
+            seen = self._step(plans[w], windows[w], old[w], reference[w], kl_coef, tally)
             if n == 0:
                 first = seen
                 old[w] = seen if recompute_old else None
@@ -121,11 +126,26 @@ class TrainWorker:
                     add_mismatch(tally, values, batch)
         return tally.result()
 
-    def _step(self, plan: WindowPlan, window: list[MicroBatch], old: Any, tally: Any) -> list[torch.Tensor]:
+    def _reference_logprobs(self, window: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
+        if not self.objective.needs_reference:
+            return [None] * len(window)
+        assert self.reference is not None, "the objective needs a reference model"
+        return [self.reference.logprobs(batch) for batch in window]
+
+    def _step(
+        self,
+        plan: WindowPlan,
+        window: list[MicroBatch],
+        old: list[torch.Tensor] | None,
+        reference: list[torch.Tensor | None],
+        kl_coef: float,
+        tally: Any,
+    ) -> list[torch.Tensor]:
         """Forward and backward over a window's micro-batches, then the optimizer. Returns the log-probs that it saw."""
         import torch
 
         from molt_core.algorithms.aggregate import Totals
+        from molt_core.training.objective import Known
 
         totals = Totals(plan.tokens, plan.sequences, plan.prompts)
         seen: list[torch.Tensor] = []
@@ -137,7 +157,8 @@ class TrainWorker:
                 entropy_grad=self.spec.objective.entropy_coef != 0,
             )
             seen.append(logprobs.detach())
-            loss = self.objective.loss(batch, logprobs, entropy, old[k] if old else seen[-1], totals, tally)
+            known = Known(old[k] if old else seen[-1], reference[k])
+            loss = self.objective.loss(batch, logprobs, entropy, known, totals, tally, kl_coef)
             name = "train/loss" if self.objective.is_supervised else "train/policy_loss"
             finite = loss.detach().isfinite()
             tally.add(
@@ -169,10 +190,27 @@ class TrainWorker:
 
     def logprobs(self, micro_batches: Sequence[Sequence[WeightedRow]]) -> list[list[np.ndarray]]:
         """Log-probs (T-1,) float32 of every row under the current weights, 0 off the actions."""
+        return self._per_row(micro_batches, self.policy.logprobs)
+
+    def token_kl(self, micro_batches: Sequence[Sequence[WeightedRow]], estimator: str) -> list[list[np.ndarray]]:
+        """KL (T-1,) float32 of every row, of the current weights to the reference model, 0 off the actions."""
+        from molt_core.algorithms.kl import token_kl
+
+        reference = self.reference
+        assert reference is not None, "a KL needs a reference model"
+        return self._per_row(
+            micro_batches,
+            lambda batch: token_kl(self.policy.logprobs(batch), reference.logprobs(batch), batch.mask, estimator),
+        )
+
+    def _per_row(
+        self, micro_batches: Sequence[Sequence[WeightedRow]], compute: Callable[[MicroBatch], torch.Tensor]
+    ) -> list[list[np.ndarray]]:
+        """``compute`` (B, L) of every micro-batch, cut to the rows' own T-1 and taken to the host."""
         plan = WindowPlan(tuple(tuple(rows) for rows in micro_batches), 0, 0, 0)
         results = []
         for rows, batch in zip(plan.micro_batches, self._collate(plan), strict=True):
-            values = self.policy.logprobs(batch).cpu().numpy()
+            values = compute(batch).cpu().numpy()
             results.append([values[i, : item.row.length - 1] for i, item in enumerate(rows)])
         return results
 

@@ -5,7 +5,9 @@ import pytest
 from molt_core import ConfigError, Needs
 from molt_core.config import RLConfig, SFTConfig
 from molt_core.config.checks import check_rl, check_sft
+from molt_core.config.kl import KlPlan
 
+DISTILL = Needs(token_kl=True, reference=True)
 GROUPS = Needs(groups=True, min_samples=2)
 
 
@@ -34,8 +36,28 @@ REFUSED = {
         {"rollout__n_samples_per_prompt": 3}, "n_samples_per_prompt to 4", Needs(min_samples=4)
     ),
     "critic": Case({}, "needs a critic", Needs(values=True)),
-    "reference": Case({}, "needs a reference model", Needs(reference=True)),
-    "KL": Case({"algo__kl__init_coef": 0.01}, "set --algo.kl.init_coef 0"),
+    "KL as a reward that the estimator cannot use": Case(
+        {"algo__kl__init_coef": 0.01, "algo__kl__use_loss": False},
+        "would have no effect: set --algo.kl.use_loss",
+        GROUPS,
+    ),
+    "KL to the rollout policy as a reward": Case(
+        {"algo__kl__init_coef": 0.01, "algo__kl__use_loss": False, "algo__kl__ref": "rollout"},
+        "set --algo.kl.use_loss, or --algo.kl.ref reference",
+        Needs(token_kl=True),
+    ),
+    "KL as a loss for a distilling estimator": Case({"algo__kl__use_loss": True}, "leave --algo.kl.use_loss", DISTILL),
+    "distilling from the rollout policy": Case({"algo__kl__ref": "rollout"}, "--algo.kl.ref reference", DISTILL),
+    "distilling with k3": Case({"algo__kl__estimator": "k3"}, "leave --algo.kl.estimator out", DISTILL),
+    "reference model without a KL": Case({"ref__model_name_or_path": "m"}, "--ref.model_name_or_path has no effect"),
+    "reference model beside a KL to the rollout policy": Case(
+        {"ref__model_name_or_path": "m", "algo__kl__init_coef": 0.1, "algo__kl__ref": "rollout"},
+        "--ref.model_name_or_path has no effect",
+    ),
+    "target of no KL": Case({"algo__kl__target": 0.1}, "set --algo.kl.init_coef above 0"),
+    "target of a loss without a pull": Case(
+        {"algo__kl__target": 0.1, "algo__kl__init_coef": 0.1, "algo__kl__estimator": "k1"}, "estimator k2 or k3"
+    ),
     "filtering groups of one": Case(
         {"algo__dynamic_filtering_enable": True, "rollout__n_samples_per_prompt": 1}, "--no-algo.dynamic_filtering"
     ),
@@ -106,11 +128,33 @@ def test_what_cannot_work_is_refused_with_what_to_change(case):
         ({"train__async_queue_size": 3, "train__max_staleness": 2, "rollout__vllm_generate_batch_size": 32}, GROUPS),
         ({"algo__advantage__is_correction_level": "seq", "algo__advantage__is_correction_mode": "mask"}, GROUPS),
         ({"eval__steps": 5, "eval__dataset": "x.jsonl", "eval__temperature": 0}, GROUPS),
+        ({"algo__kl__init_coef": 0.1, "ref__model_name_or_path": "m", "algo__kl__target": 0.1}, GROUPS),
+        ({"algo__kl__init_coef": 0.1, "algo__kl__ref": "rollout"}, GROUPS),
+        ({"algo__kl__init_coef": 0.1, "algo__kl__use_loss": False}, Needs(token_kl=True)),
+        ({"ref__model_name_or_path": "m"}, DISTILL),
         ({"ckpt__save_steps": 10, "data__max_len": 64, "rollout__max_new_tokens": 63}, GROUPS),
     ],
 )
 def test_what_works_is_accepted(options, needs):
     assert check_rl(rl(**options), needs) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "needs", "plan"),
+    [
+        ({}, Needs(token_kl=True), ("off", 0.0, None)),
+        ({"algo__kl__init_coef": 0.1}, Needs(token_kl=True), ("loss", 0.1, "actor")),
+        ({"algo__kl__init_coef": 0.1, "ref__model_name_or_path": "ref"}, Needs(), ("loss", 0.1, "ref")),
+        ({"algo__kl__init_coef": 0.1, "algo__kl__ref": "rollout"}, Needs(), ("loss", 0.1, None)),
+        ({"algo__kl__init_coef": 0.1, "algo__kl__use_loss": False}, Needs(token_kl=True), ("reward", 0.1, "actor")),
+        ({}, DISTILL, ("reward", 1.0, "actor")),
+        ({"algo__kl__init_coef": 0.5, "ref__model_name_or_path": "ref"}, DISTILL, ("reward", 0.5, "ref")),
+    ],
+)
+def test_a_reference_model_is_loaded_exactly_where_a_kl_needs_one(options, needs, plan):
+    found = KlPlan.of(rl(actor__model_name_or_path="actor", **options), needs)
+    assert (found.use, found.coef, found.model) == plan
+    assert found.estimator == ("k1" if found.use == "reward" else "k3")
 
 
 def test_all_conflicts_are_in_one_message():

@@ -57,7 +57,7 @@ def test_a_window_that_is_listed_again_is_planned_once():
     windows = [[TrainRow(segment(3), 0, 3, 1)], [TrainRow(segment(4), 0, 4, 1)]]
     group.update(windows * 2, recompute_old=True)
     (method, arguments), *_ = group.calls
-    plans, order, recompute = arguments[0]
+    plans, order, recompute, _ = arguments[0]
     assert (method, len(plans), order, recompute) == ("update", 2, [0, 1, 0, 1], True)
 
 

@@ -11,7 +11,7 @@ from molt_core.algorithms.aggregate import MODES, Totals
 from molt_core.contract import Segment, Turn
 from molt_core.plugins import PluginSpec
 from molt_core.training.group import merge
-from molt_core.training.objective import MetricSums, Objective, Tally, add_mismatch
+from molt_core.training.objective import Known, MetricSums, Objective, Tally, add_mismatch
 from molt_core.training.packing import MicroBatch, collate
 from molt_core.training.rows import ObjectiveSpec
 
@@ -29,7 +29,7 @@ def logprobs_of(batch: MicroBatch, value: float) -> torch.Tensor:
 def run(spec: ObjectiveSpec, batch: MicroBatch, logprobs: torch.Tensor, totals: Totals) -> tuple[torch.Tensor, Tally]:
     tally = Tally()
     entropy = torch.ones_like(logprobs)
-    return Objective(spec, PluginSpec()).loss(batch, logprobs, entropy, logprobs.detach(), totals, tally), tally
+    return Objective(spec, PluginSpec()).loss(batch, logprobs, entropy, Known(logprobs.detach()), totals, tally), tally
 
 
 def test_supervised_is_the_token_mean_of_the_negative_log_likelihood():
@@ -62,6 +62,41 @@ def test_the_entropy_bonus_lowers_the_loss():
     plain, _ = run(ObjectiveSpec(loss="ppo"), batch, logprobs_of(batch, -1.0), Totals(2, 1, 1))
     bonus, _ = run(ObjectiveSpec(loss="ppo", entropy_coef=0.25), batch, logprobs_of(batch, -1.0), Totals(2, 1, 1))
     assert (plain - bonus).item() == pytest.approx(0.25)  # the entropy is 1 on every token
+
+
+@pytest.mark.parametrize(
+    ("estimator", "mean", "slopes"),
+    # d = log-prob - reference = [0.5, -1]; the advantages are 0, so nothing but the KL is left.
+    [("k1", -0.25, [1.0, 1.0]), ("k2", 0.3125, [0.5, -1.0]), ("k3", 0.412406, [0.393469, -1.718282])],
+)
+@pytest.mark.parametrize("ref", ["reference", "rollout"])
+def test_the_kl_is_added_to_the_loss_as_a_token_mean(estimator, mean, slopes, ref):
+    batch = batch_of([([-1.5, -1.0], 0.0, 1.0)])  # for "rollout" the log-probs of sampling are the reference
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    reference = torch.tensor([[-1.5, -1.0]]) if ref == "reference" else None
+    objective = Objective(ObjectiveSpec(loss="ppo", kl=estimator, kl_ref=ref), PluginSpec())
+    assert objective.needs_reference == (ref == "reference")
+    tally = Tally()
+    loss = objective.loss(batch, logprobs, None, Known(logprobs.detach(), reference), Totals(2, 1, 1), tally, 0.1)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 * mean, abs=1e-6)
+    assert logprobs.grad[0].tolist() == pytest.approx([0.1 * slope / 2 for slope in slopes], abs=1e-6)
+    assert merge([tally.result()])["train/kl"] == pytest.approx(mean, abs=1e-6)
+
+
+@pytest.mark.parametrize("far", [-101.0, -1e30, -math.inf, math.nan])
+def test_a_kl_to_a_far_reference_is_finite_and_a_masked_token_has_none(far):
+    batch = batch_of([([-1.0], 0.0, 1.0), ([-1.0, -1.0], 0.0, 1.0)])
+    logprobs = torch.tensor([[-101.0, math.nan], [-1.0, -1.0]], requires_grad=True)
+    reference = torch.tensor([[-1.0, math.nan], [far, -1.0]])
+    objective = Objective(ObjectiveSpec(loss="ppo", kl="k3"), PluginSpec())
+    known = Known(torch.full((2, 2), -1.0), reference)
+    loss = objective.loss(batch, logprobs, None, known, Totals(3, 2, 2), Tally(), 1.0)
+    loss.backward()
+    assert loss.isfinite()
+    assert logprobs.grad.isfinite().all()
+    assert logprobs.grad[0, 0] < 0  # pulled up, towards the reference
+    assert logprobs.grad[0, 1] == 0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,127 @@
+"""What the driver asks the trainer for, by the estimator's needs alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from molt_core import Estimator, Needs, RolloutStatus
+from molt_core.batches import RolloutBatch, pad_tokens, with_advantages
+from molt_core.config import RLConfig
+from molt_core.learner import Learner
+from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+
+
+class Trainer:
+    """Notes what it is asked for; the KL of every action token is 2 in the first row and 5 in the others."""
+
+    def __init__(self):
+        self.calls = []
+        self.metrics = {}
+
+    def token_kl(self, rows, estimator, *, max_tokens):
+        self.calls.append(("token_kl", estimator))
+        return [np.full(row.length - 1, 2.0 if i == 0 else 5.0, np.float32) for i, row in enumerate(rows)]
+
+    def update(self, windows, *, max_tokens, micro_batch_size, recompute_old, kl_coef):
+        self.calls.append(("update", kl_coef))
+        self.rows = [row for window in windows for row in window]
+        return {"train/policy_loss": 0.0, **self.metrics}
+
+
+class FromKl(Estimator):
+    """The KL itself, times its coefficient, as the advantage."""
+
+    needs = Needs(token_kl=True)
+
+    def advantages(self, batch):
+        if batch.token_kl is None:
+            return batch.rewards
+        return torch.where(batch.action_mask, batch.token_kl * batch.kl_coef, 0.0)
+
+
+class Broken(Estimator):
+    """Not finite."""
+
+    def advantages(self, batch):
+        return batch.rewards / 0
+
+
+def info(length: int, start: int) -> SegmentInfo:
+    return SegmentInfo(length, length - start, 0, 0, 0, ((start, length),))
+
+
+def summary(reward: float, *segments: SegmentInfo, status: RolloutStatus = RolloutStatus.COMPLETED) -> RolloutSummary:
+    return RolloutSummary("r", "g", reward, status, {}, 1, segments, None, 0.0)
+
+
+BATCH = RolloutBatch((summary(1.0, info(4, 1)), summary(0.0, info(3, 2))), (0, 0))
+"""Two rollouts: 3 actions of 4 tokens, and 1 action of 3."""
+
+
+def learner(estimator=FromKl, **kl) -> tuple[Learner, Trainer]:
+    config = RLConfig.model_validate({"algo": {"kl": kl}, "actor": {"model_name_or_path": "m"}})
+    trainer = Trainer()
+    return Learner(config, estimator(), trainer), trainer
+
+
+def test_without_a_kl_nothing_is_asked_of_a_reference():
+    one, trainer = learner()
+    metrics = one.update(BATCH)
+    assert trainer.calls == [("update", 0.0)]
+    assert [row.advantage for row in trainer.rows] == [1.0, 0.0]
+    assert "train/kl_coef" not in metrics
+
+
+def test_a_kl_as_a_reward_reaches_the_estimator_and_the_metrics():
+    one, trainer = learner(init_coef=0.5, use_loss=False)
+    metrics = one.update(BATCH)
+    assert trainer.calls == [("token_kl", "k1"), ("update", 0.5)]
+    assert [row.advantage.tolist() for row in trainer.rows] == [[1.0, 1.0, 1.0], [0.0, 2.5]]
+    assert metrics["train/kl"] == pytest.approx((3 * 2.0 + 5.0) / 4)
+    assert metrics["train/kl_coef"] == 0.5
+
+
+def test_a_kl_as_a_loss_is_left_to_the_trainer():
+    one, trainer = learner(init_coef=0.5)
+    trainer.metrics = {"train/kl": 0.25}
+    metrics = one.update(BATCH)
+    assert trainer.calls == [("update", 0.5)]
+    assert metrics["train/kl"] == 0.25
+
+
+def test_an_adaptive_coefficient_moves_after_each_step_and_is_part_of_the_state():
+    # The KL is far above the target: the error is clipped to 0.2, and the 2 rollouts are a tenth of the horizon.
+    one, trainer = learner(init_coef=0.5, target=0.01, horizon=20)
+    trainer.metrics = {"train/kl": 1.0}
+    assert one.update(BATCH)["train/kl_coef"] == 0.5
+    assert one.update(BATCH)["train/kl_coef"] == pytest.approx(0.5 * 1.02)
+    resumed, trainer = learner(init_coef=0.5, target=0.01, horizon=20)
+    resumed.load(json.loads(json.dumps(one.state())))
+    trainer.metrics = {"train/kl": 1.0}
+    assert resumed.update(BATCH)["train/kl_coef"] == pytest.approx(0.5 * 1.02**2)
+
+
+def test_a_fixed_coefficient_is_that_of_the_configuration_also_after_a_resume():
+    one, _ = learner(init_coef=0.5)
+    other, _ = learner(init_coef=0.1)
+    other.load(one.state())
+    assert other.update(BATCH)["train/kl_coef"] == 0.1
+
+
+def test_advantages_that_are_not_finite_stop_the_run():
+    one, _ = learner(Broken)
+    with pytest.raises(ValueError, match="Broken returned advantages that are not finite"):
+        one.update(BATCH)
+
+
+def test_advantages_are_cut_to_the_rows_and_values_are_padded_to_the_batch():
+    rows = BATCH.train_rows()
+    cut = with_advantages(rows, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    assert [row.advantage.tolist() for row in cut] == [[1.0, 2.0, 3.0], [4.0, 5.0]]
+    assert [row.advantage for row in with_advantages(rows, torch.tensor([0.5, -0.5]))] == [0.5, -0.5]
+    padded = pad_tokens([np.ones(3), np.ones(2)], torch.zeros(2, 3).bool())
+    assert padded.tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
