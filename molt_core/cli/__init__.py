@@ -25,6 +25,7 @@ COMMANDS = {
         "molt_core.cli.list_plugins",
         "Show installed plugins, what they offer, and why one is not loaded.",
     ),
+    "describe": ("molt_core.cli.describe", "Show what a component does, what it needs, and its options."),
     "doctor": ("molt_core.cli.doctor", "Check the installation and the devices."),
 }
 NO_PLUGIN = "Leave a plugin out, by entry-point or distribution name; may be repeated, and also takes the core's own."

@@ -39,6 +39,7 @@ class Flag:
     optional: bool
     help: str
     default: Any
+    required: bool
 
     @property
     def dotted(self) -> str:
@@ -72,9 +73,9 @@ def _flag(path: tuple[str, ...], field: FieldInfo) -> Flag:
         form, metavar = "list", f"{_metavar(args[0])}[,...]"
     elif origin is tuple:
         form, arity, metavar = "tuple", len(args), " ".join(_metavar(_bare(arg)) for arg in args)
-    return Flag(
-        path, form, arity, metavar, NoneType in get_args(field.annotation), field.description or "", field.default
-    )
+    default = field.get_default(call_default_factory=True)
+    optional = NoneType in get_args(field.annotation)
+    return Flag(path, form, arity, metavar, optional, field.description or "", default, field.is_required())
 
 
 def _bare(annotation: Any) -> Any:

@@ -151,6 +151,10 @@ class Plugins:
                 self._classes[kind, name] = _load_class(kind, offer.ref, owner)
         return self._classes[kind, name]
 
+    def find(self, kind: str, name: str) -> Registration | None:
+        """The registration of a name, None for a reference to local code; ConfigError as of ``resolve``."""
+        return None if references.is_local(name) else self._find(kind, name)
+
     def validate(self, kind: str, name: str, args: Mapping[str, Any] | None = None) -> type[Component]:
         """The class for a name, its options checked as ``create`` does; ConfigError names the option."""
         cls = self.resolve(kind, name)

@@ -36,6 +36,7 @@ def molt_register_environments(register):
         "from molt_core.cli import main; main(['list-plugins'])",
         "from molt_core.cli import main; main(['list-plugins', '--json'])",
         "from molt_core.cli import main; main(['train', '--help'])",
+        "from molt_core.cli import main; assert main(['describe', 'tracker', 'jsonl']) == 0",
         "from molt_core.cli import main; main(['sft', '--help'])",
     ],
 )
