@@ -72,6 +72,11 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
         plugins.validate("reward", config.reward.name, config.reward.args)
     for tracker in config.logger.trackers:
         plugins.validate("tracker", tracker, config.logger.tracker_args.get(tracker, {}))
+    if estimator.needs.reward and not (env.gives_reward or config.reward.name):
+        raise ConfigError(
+            f"environment {config.env.name} gives no reward, which estimator {advantage.estimator} needs: set "
+            "--env.name to one that does, or --reward.name"
+        )
     check_rl(config, estimator.needs)
     check_model(config.actor.model_name_or_path, "actor.model_name_or_path")
     _check_reference(config, KlPlan.of(config, estimator.needs))

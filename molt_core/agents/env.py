@@ -59,11 +59,13 @@ class Result:
 class Env(Component):
     """One instance per rollout. ``reset`` gives the first messages, ``step`` answers each action.
 
-    ``columns`` names the dataset columns it needs; they are checked before the run starts.
+    ``columns`` names the dataset columns it needs, `a|b` for one of two; they are checked before the run starts.
+    ``gives_reward``: false if its reward means nothing, so that it needs an estimator or a reward plugin to go with.
     """
 
     kind: ClassVar[str] = "environment"
     columns: ClassVar[tuple[str, ...]] = ()
+    gives_reward: ClassVar[bool] = True
 
     async def reset(self, row: Mapping[str, Any], ctx: EnvContext) -> Sequence[Message] | str:
         """The first messages of the conversation; a plain string is a raw prompt without a chat template."""

@@ -20,6 +20,7 @@ class Needs:
     ``groups``: it compares rollouts of one prompt. ``min_samples``, ``max_samples``: fewest and most rollouts per
     prompt. ``single_step``: it is for one optimizer step per batch. ``token_kl``: it can
     use a token-level KL. ``reference``: it needs a reference model. ``values``: it needs a critic.
+    ``reward``: rewards matter to it.
     """
 
     groups: bool = False
@@ -29,6 +30,7 @@ class Needs:
     values: bool = False
     max_samples: int | None = None
     single_step: bool = False
+    reward: bool = True
 
 
 class Estimator(Component):

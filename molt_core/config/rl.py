@@ -51,7 +51,10 @@ class DataConfig(Section):
 class EnvConfig(Section):
     """The environment."""
 
-    name: str = Field("", description="Environment plugin, `./file.py:Class` or `module:Class`. Required.")
+    name: str = Field(
+        "single-turn",
+        description="Environment plugin, `./file.py:Class` or `module:Class`. The default asks and gives no reward.",
+    )
     args: dict[str, Any] = Field({}, description="Options of the environment.")
     max_turns: PositiveInt = Field(16, description="Model calls per rollout; more is truncation.")
     turn_timeout: PositiveFloat = Field(60.0, description="Seconds that one reset or step may take.")

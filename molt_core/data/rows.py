@@ -14,7 +14,8 @@ def read_rows(path: str | Path, *, max_samples: int | None = None, columns: Sequ
     """The objects of a JSONL file in UTF-8, one per line, at most the first ``max_samples``.
 
     ``ConfigError``, with file and line, for a missing or empty file, a byte-order mark, a blank line, a line that is
-    not a JSON object, and a row without one of ``columns``. Lines beyond ``max_samples`` are not looked at.
+    not a JSON object, and a row without one of ``columns`` (`a|b`: without both). Lines beyond
+    ``max_samples`` are not looked at.
     """
     path = Path(path)
     if not path.is_file():
@@ -41,9 +42,10 @@ def _parse_row(line: bytes, where: str, columns: Sequence[str]) -> dict[str, Any
         raise ConfigError(f"{where}: not valid JSON in UTF-8: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    missing = [column for column in columns if column not in row]
+    missing = [column for column in columns if not any(name in row for name in column.split("|"))]
     if missing:
-        raise ConfigError(f"{where}: no column {missing[0]!r}, this row has {', '.join(map(repr, row)) or 'none'}")
+        wanted = " or ".join(map(repr, missing[0].split("|")))
+        raise ConfigError(f"{where}: no column {wanted}, this row has {', '.join(map(repr, row)) or 'none'}")
     return row
 
 

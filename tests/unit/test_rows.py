@@ -21,6 +21,13 @@ def test_max_samples_reads_no_further(tmp_path):
     assert read_rows(write(tmp_path, b'{"a": 1}\n{"a": 2}\nbroken'), max_samples=2) == [{"a": 1}, {"a": 2}]
 
 
+def test_one_of_several_columns_is_enough(tmp_path):
+    path = write(tmp_path, b'{"q": 1}\n{"p": 2}\n{"r": 3}\n')
+    assert read_rows(path, max_samples=2, columns=["p|q"]) == [{"q": 1}, {"p": 2}]
+    with pytest.raises(ConfigError, match="line 3: no column 'p' or 'q', this row has 'r'"):
+        read_rows(path, columns=["p|q"])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

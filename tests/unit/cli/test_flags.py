@@ -115,7 +115,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_required_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         resolve(RLConfig, [], [])
-    for name in ("--actor.model_name_or_path", "--data.prompt_dataset", "--env.name"):
+    for name in ("--actor.model_name_or_path", "--data.prompt_dataset"):
         assert name in str(error.value)
     with pytest.raises(ConfigError, match=r"--model\.model_name_or_path, --data\.dataset"):
         resolve(SFTConfig, [], [])

@@ -89,7 +89,7 @@ class OnPolicyDistill(Estimator):
     The teacher is the reference model; it must share the tokenizer. Source: arXiv 2306.13649.
     """
 
-    needs = Needs(token_kl=True, reference=True)
+    needs = Needs(token_kl=True, reference=True, reward=False)
 
     def advantages(self, batch: Batch) -> Tensor:
         """One advantage per token, (S, L) float32, 0 off the mask."""
