@@ -28,7 +28,7 @@ def description(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
     offer = plugins.find(kind, name)
     doc = inspect.cleandoc(cls.__doc__ or "")
     summary, _, text = doc.partition("\n\n")
-    needs = getattr(cls, "needs", None)
+    needs: Any = getattr(cls, "needs", None)
     return {
         "kind": kind,
         "name": name,
@@ -36,7 +36,7 @@ def description(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
         "reference": offer.reference if offer else name,
         "summary": " ".join(summary.split()),
         "text": text,
-        "needs": dataclasses.asdict(needs) if dataclasses.is_dataclass(needs) else {},
+        "needs": dataclasses.asdict(needs) if needs is not None else {},
         "options": list(_options(cls, kind, name)),
     }
 

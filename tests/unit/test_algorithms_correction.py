@@ -62,6 +62,40 @@ def test_the_geometric_mean_is_over_the_action_tokens_alone():
     assert weights.tolist() == [[0.0] * 3]
 
 
+# Behaviour 1/4 in both rows. Divergences of the current 1/2: binary KL 0.130812, total variation 0.25; of the current
+# 1/4: 0. Means over the action tokens of the rows: half of that, and all of it.
+GATED_OLD = torch.log(torch.tensor([[0.5, 0.25, 0.9], [0.5, 0.5, 0.9]]))
+GATED_ROLLOUT = torch.log(torch.full((2, 3), 0.25))
+
+
+@pytest.mark.parametrize(
+    ("gating", "high", "admitted", "divergence"),
+    [
+        ("binary_kl", 0.1, [1, 0], [0.065406, 0.130812]),
+        ("binary_kl", 0.05, [0, 0], [0.065406, 0.130812]),
+        ("tv", 0.2, [1, 0], [0.125, 0.25]),
+        ("tv", 0.3, [1, 1], [0.125, 0.25]),
+    ],
+)
+@pytest.mark.parametrize("level", ["token", "seq", "geo"])
+def test_a_gate_admits_rows_and_leaves_the_weights_of_their_tokens(level, gating, high, admitted, divergence):
+    weights, metrics = correct(GATED_OLD, GATED_ROLLOUT, MASK, level, "mask", (0.0, high), gating)
+    ratios = torch.tensor([[2.0, 1.0, 0.0], [2.0, 2.0, 0.0]])  # 0.5 / 0.25, 0.25 / 0.25, off the mask
+    torch.testing.assert_close(weights, ratios * torch.tensor(admitted)[:, None])
+    assert metrics["is_filter_ratio"].tolist() == [1 - a for a in admitted]
+    assert metrics["gate_divergence"].tolist() == pytest.approx(divergence, abs=1e-5)
+
+
+def test_a_gate_looks_at_the_current_policy_and_weights_at_the_old_one():
+    same = GATED_ROLLOUT.clone()
+    weights, metrics = correct(
+        GATED_OLD, GATED_ROLLOUT, MASK, "token", "mask", (0.0, 0.01), "tv", logprobs=same.requires_grad_()
+    )
+    assert metrics["is_filter_ratio"].tolist() == [0, 0]
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0, 0.0], [2.0, 2.0, 0.0]]))
+    assert not weights.requires_grad
+
+
 def test_level_off_ignores_the_engine_and_reports_nothing():
     weights, metrics = correct(OLD, None, MASK, "off")
     assert weights.tolist() == MASK.float().tolist()
@@ -87,29 +121,34 @@ def test_an_unchanged_policy_has_ratio_one_only_after_temperature():
     assert correct(sampled_from, raw, one, "token", "trunc", BAND)[0].item() == pytest.approx(1.3030, abs=1e-4)
 
 
-@pytest.mark.parametrize(("level", "mode"), WAYS)
+@pytest.mark.parametrize(("level", "mode", "gating"), [*((*way, "ratio") for way in WAYS), ("seq", "mask", "tv")])
 @given(
     st.lists(st.sampled_from([NAN, INF, -INF, 0.0, -1.0, -1e30, 1e30]), min_size=4, max_size=4),
     st.lists(st.sampled_from([NAN, INF, -INF, 0.0, -2.0, -1e30]), min_size=4, max_size=4),
 )
-def test_weights_are_finite_for_any_input(level, mode, old, behaviour):
+def test_weights_are_finite_for_any_input(level, mode, gating, old, behaviour):
     mask = torch.tensor([[True, True], [False, True]])
     weights, metrics = correct(
-        torch.tensor(old).view(2, 2), torch.tensor(behaviour).view(2, 2), mask, level, mode, BAND
+        torch.tensor(old).view(2, 2), torch.tensor(behaviour).view(2, 2), mask, level, mode, BAND, gating
     )
     assert weights.isfinite().all()
     assert weights[1, 0] == 0
     assert all(value.isfinite().all() for value in metrics.values())
 
 
-@pytest.mark.parametrize(("level", "mode"), WAYS)
+GATES = [("token", "mask", "binary_kl"), ("token", "mask", "tv")]
+ALL_WAYS = [*((*way, "ratio") for way in WAYS), *GATES]
+
+
+@pytest.mark.parametrize(("level", "mode", "gating"), ALL_WAYS)
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 123.0])
-def test_a_masked_token_of_any_value_changes_nothing(level, mode, value):
+def test_a_masked_token_of_any_value_changes_nothing(level, mode, gating, value):
     extra, outside = torch.full((2, 1), value), torch.zeros(2, 1).bool()
-    wider, _ = correct(
-        torch.cat([OLD, extra], 1), torch.cat([ROLLOUT, -extra], 1), torch.cat([MASK, outside], 1), level, mode, BAND
-    )
-    assert wider[:, :3].tolist() == correct(OLD, ROLLOUT, MASK, level, mode, BAND)[0].tolist()
+    old, rollout, mask = (
+        torch.cat([OLD, extra], 1), torch.cat([ROLLOUT, -extra], 1), torch.cat([MASK, outside], 1)
+    )  # fmt: skip
+    wider, _ = correct(old, rollout, mask, level, mode, BAND, gating)
+    assert wider[:, :3].tolist() == correct(OLD, ROLLOUT, MASK, level, mode, BAND, gating)[0].tolist()
 
 
 def test_a_token_without_a_ratio_is_dropped_and_counted():
@@ -121,27 +160,30 @@ def test_a_token_without_a_ratio_is_dropped_and_counted():
 
 
 @pytest.mark.parametrize(
-    ("level", "mode", "threshold", "says"),
+    ("level", "mode", "threshold", "gating", "says"),
     [
-        ("seq", "clip", BAND, "mask"),
-        ("geo", "trunc", BAND, "mask"),
-        ("token", "mask", (2.0, 0.5), "LOW < HIGH"),
-        ("token", "mask", (1.0, 1.0), "LOW < HIGH"),
-        ("token", "mask", (0.5, NAN), "LOW < HIGH"),
-        ("tokens", "mask", BAND, "token"),
-        ("token", "drop", BAND, "trunc"),
+        ("seq", "clip", BAND, "ratio", "mask"),
+        ("geo", "trunc", BAND, "ratio", "mask"),
+        ("token", "mask", (2.0, 0.5), "ratio", "LOW < HIGH"),
+        ("token", "mask", (1.0, 1.0), "ratio", "LOW < HIGH"),
+        ("token", "mask", (0.5, NAN), "ratio", "LOW < HIGH"),
+        ("tokens", "mask", BAND, "ratio", "token"),
+        ("token", "drop", BAND, "ratio", "trunc"),
+        ("token", "trunc", BAND, "tv", "'trunc' to 'mask'"),
+        ("token", "mask", BAND, "kl", "binary_kl"),
     ],
 )
-def test_impossible_corrections_are_refused(level, mode, threshold, says):
+def test_impossible_corrections_are_refused(level, mode, threshold, gating, says):
     with pytest.raises(ConfigError, match=says):
-        check_correction(level, mode, threshold)
+        check_correction(level, mode, threshold, gating)
     with pytest.raises(ConfigError, match=says):
-        correct(OLD, ROLLOUT, MASK, level, mode, threshold)
+        correct(OLD, ROLLOUT, MASK, level, mode, threshold, gating)
 
 
 @pytest.mark.parametrize(("level", "mode"), WAYS)
 def test_possible_corrections_are_accepted(level, mode):
     assert check_correction(level, mode, BAND) is None
+    assert mode != "mask" or check_correction(level, mode, BAND, "binary_kl") is None
 
 
 def test_the_check_is_light_enough_for_launch():
