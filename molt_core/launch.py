@@ -94,12 +94,19 @@ def _check_loss(config: RLConfig, plugins: Plugins) -> None:
     """The loss exists and has the options given; a shorthand that it does not have is refused under its own name."""
     actor = config.actor
     options = plugins.resolve("loss", actor.loss_mode).Config.model_fields
-    for name in ("eps_clip_low_high", "dual_clip"):
-        if getattr(actor, name) is not None and name not in options:
+    given = [name for name in ("eps_clip_low_high", "dual_clip") if getattr(actor, name) is not None]
+    for name in given:
+        if name not in options:
             raise ConfigError(
                 f"loss {actor.loss_mode} has no {name}: leave --actor.{name} out, or choose another --actor.loss_mode"
             )
-    plugins.validate("loss", actor.loss_mode, loss_args(config))
+    try:
+        plugins.validate("loss", actor.loss_mode, loss_args(config))
+    except ConfigError as error:
+        text = str(error)
+        for name in given:
+            text = text.replace(f"--actor.loss_args.{name}", f"--actor.{name}")
+        raise ConfigError(text) from None
 
 
 def _check_reference(config: RLConfig, kl: KlPlan) -> None:

@@ -28,7 +28,7 @@ class ActorConfig(ModelConfig):
         description="What seq-mean-token-sum also divides by. Default: rollout.max_new_tokens, or else data.max_len.",
     )
     entropy_coef: float = Field(0.0, description="Entropy bonus; positive encourages entropy.")
-    eps_clip_low_high: tuple[PositiveFloat, PositiveFloat] | None = Field(
+    eps_clip_low_high: tuple[NonNegativeFloat, PositiveFloat] | None = Field(
         None, description="Shorthand for the loss option of this name."
     )
     dual_clip: float | None = Field(None, description="Shorthand for the loss option of this name.")

@@ -325,6 +325,13 @@ class TestFilter:
         assert prompts(batches) == kept
         assert sum(batch.stats["filtered_groups"] for _, batch in batches) == pytest.approx(len(answers) - len(kept))
 
+    def test_groups_whose_mean_is_out_of_the_range_are_dropped_too(self):
+        # Means 0.5 (does not vary), 0.5, 0.0625, 0.9625, and 1 of a single rollout.
+        answers = [G1, G2, G3, G4, G6]
+        world = World(answer=lambda task, version: answers[int(task.group_id[2:])](task, version))
+        generator = make_generator(world, len(answers), filter_metric="reward", filter_range=(0.0625, 1), batch_size=2)
+        assert prompts(drive(generator, world)) == ["0-1", "0-3"]
+
     def test_dropped_groups_are_replaced_by_further_prompts(self):
         answers = [G1, G2]
         world = World(answer=lambda task, version: answers[int(task.group_id[2:]) % 2](task, version))
