@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from molt_core.blocking import run_blocking
 from molt_core.rollout.actors import WeightsIncompleteError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Refitter:
 
     async def refit(self, version: int) -> None:
         """Collect the weights while the engines still sample, then pause, load and resume."""
-        chunk_refs = await asyncio.to_thread(self.weights)
+        chunk_refs = await run_blocking(self.weights)
         await refit(self.engines, chunk_refs, version)
 
 
@@ -62,7 +63,7 @@ async def send_to_workers(collective_rpc: Callable[..., Awaitable[list[Any]]], c
     await collective_rpc("molt_refit_begin")
     for ref in chunk_refs:
         chunk = ref if isinstance(ref, list) else await ref
-        folder = await asyncio.to_thread(_write_chunk, chunk)
+        folder = await run_blocking(_write_chunk, chunk)
         try:
             await collective_rpc("molt_refit_chunk", args=(str(folder / _FILE),))
         finally:
