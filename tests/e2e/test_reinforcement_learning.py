@@ -81,7 +81,7 @@ def test_the_reward_rises_on_two_ranks_and_the_export_is_the_trained_policy(work
     assert {"policy_version", "train/policy_loss", "train/grad_norm", "mismatch/k3", "timing/step"} <= history[0].keys()
 
     rollout = json.loads((run_dir / "rollouts.jsonl").read_text().splitlines()[-1])
-    segment = (rollout.get("rollouts") or [rollout])[0]["segments"][0]
+    segment = rollout["segments"][0]
     assert len(segment["ids"]) == len(segment["mask"]) == len(segment["logprobs"])
     before = AutoModelForCausalLM.from_pretrained(workspace / "model").state_dict()
     after = AutoModelForCausalLM.from_pretrained(run_dir / "hf").state_dict()
