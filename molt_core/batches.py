@@ -71,6 +71,11 @@ class RolloutBatch:
             truncated=self._truncated(),
         )
 
+    def cut_rows(self) -> Tensor:
+        """Rows at whose end the episode was cut off, and not ended by the environment, (S,) bool."""
+        cut = [r.status == RolloutStatus.TRUNCATED and not r.terminated for r in self.rollouts]
+        return torch.tensor([cut[r] and s == len(self.rollouts[r].segments) - 1 for r, s in self.rows])
+
     def train_rows(self) -> list[TrainRow]:
         """One row per segment that has a sampled token, still without advantages; as many as ``for_estimator`` has."""
         return [

@@ -122,7 +122,8 @@ class Segment:
 class Rollout:
     """One run of an agent: its segments, its one reward, and how it ended.
 
-    ``reward`` is NaN exactly when ``status`` is not scored. ``info`` holds numbers that the environment reports,
+    ``reward`` is NaN exactly when ``status`` is not scored. ``terminated``: the environment ended the episode, so that
+    nothing follows its last state, also where an action was cut. ``info`` holds numbers that the environment reports,
     ``text`` the decoded conversation for logs only, ``error`` what went wrong.
     """
 
@@ -137,6 +138,7 @@ class Rollout:
     text: str = ""
     error: str = ""
     seconds: float = 0.0
+    terminated: bool = False
 
     def __post_init__(self) -> None:
         if self.status.is_scored != math.isfinite(self.reward):
@@ -164,7 +166,9 @@ class Batch:
 
     rewards (R,) float32, NaN = no score; groups (R,) int64, 0..G-1; rollout_of_row (S,) int64 into R;
     action_mask (S, L) bool on the next-token axis; truncated (R,) bool. Only where the estimator declared the need:
-    token_kl (S, L) float32, log-prob ratio estimate against the reference; values (S, L) float32, the critic's.
+    token_kl (S, L) float32, log-prob ratio estimate against the reference; values (S, L) float32, the critic's, of the
+    states that the actions were taken in; bootstrap (S,) float32, its value of the state behind the row's end where the
+    episode was cut off there, 0 elsewhere.
     """
 
     rewards: Tensor
@@ -174,6 +178,7 @@ class Batch:
     truncated: Tensor
     token_kl: Tensor | None = None
     values: Tensor | None = None
+    bootstrap: Tensor | None = None
     kl_coef: float = 0.0
 
     def _group_sum(self, x: Tensor) -> Tensor:

@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import psutil
 import ray
 
+from molt_core.blocking import run_blocking
 from molt_core.chat.template import load_tokenizer
 from molt_core.chat.vocabulary import vocabulary_difference
 from molt_core.config import RLConfig, SFTConfig
 from molt_core.config.checks import check_rl
 from molt_core.config.checks import check_sft as check_sft_options
 from molt_core.config.kl import KlPlan, advise_on_kl
+from molt_core.config.rl import CriticConfig
 from molt_core.data.conversations import Conversations, read_conversations
 from molt_core.data.prompts import PromptCursor
 from molt_core.data.rows import read_rows
 from molt_core.errors import ConfigError
 from molt_core.evaluation import Evaluator
-from molt_core.learner import Learner, num_windows
+from molt_core.learner import Learner, critic_epochs, num_windows
 from molt_core.logs import QUIET
 from molt_core.loop import Parts
 from molt_core.loop import train as run_loop
@@ -80,6 +83,8 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
     check_rl(config, estimator.needs)
     check_model(config.actor.model_name_or_path, "actor.model_name_or_path")
     _check_reference(config, KlPlan.of(config, estimator.needs))
+    if config.critic.model_name_or_path:
+        check_model(config.critic.model_name_or_path, "critic.model_name_or_path")
 
     assert config.data.prompt_dataset is not None
     rows = read_rows(config.data.prompt_dataset, max_samples=config.data.max_samples, columns=env.columns)
@@ -87,7 +92,13 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
     if config.eval.dataset:
         eval_rows = read_rows(config.eval.dataset, max_samples=config.eval.max_samples, columns=env.columns)
     total = math.ceil(len(rows) * config.train.num_episodes / config.rollout.batch_size)
-    return TrainInputs(rows, eval_rows, resolve_device(config.device), min(total, config.train.max_steps or total))
+    total = min(total, config.train.max_steps or total)
+    if 0 < total <= config.actor.freezing_steps:
+        raise ConfigError(
+            f"--actor.freezing_steps {config.actor.freezing_steps} leaves none of the {total} steps for the actor: "
+            "lower it, or raise --train.max_steps or --train.num_episodes"
+        )
+    return TrainInputs(rows, eval_rows, resolve_device(config.device), total)
 
 
 def _check_loss(config: RLConfig, plugins: Plugins) -> None:
@@ -172,7 +183,17 @@ def ray_session(address: str | None) -> Iterator[None]:
     try:
         yield
     finally:
+        started = psutil.Process().children(recursive=True) if address is None else []
         ray.shutdown()
+        _end(started)
+
+
+def _end(processes: Sequence[psutil.Process]) -> None:
+    """End what Ray leaves running when it is stopped while actors start or work."""
+    _, left = psutil.wait_procs(processes, timeout=2)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @contextmanager
@@ -274,15 +295,17 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
         engines = start_engines(_engine_settings(config, inputs.device), config.vllm.num_engines)
         stack.push_async_callback(stop_engines, engines)
         runners = start_runners(RunnerSettings.from_config(config, plugins.spec), engines, config.rollout.num_runners)
-        trainer = await asyncio.to_thread(_start_trainer, config, plugins, inputs, estimator.needs)
+        trainer = await run_blocking(_start_trainer, config, plugins, inputs, estimator.needs)
         stack.callback(trainer.close)
         await asyncio.gather(*(e.check_health() for e in engines), *(r.ready() for r in runners))
 
         refitter = Refitter(engines, trainer.weights)
+        learner = Learner(config, estimator, trainer)
         state: dict[str, Any] = {"step": 0}
         if checkpoint is not None:
-            state = await asyncio.to_thread(trainer.load, checkpoint)
-            await refitter.refit(version=state["step"])
+            state = await run_blocking(trainer.load, checkpoint)
+            learner.load(state["learner"])
+            await refitter.refit(learner.version(state["step"]))
             logger.info("resumed from %s", checkpoint)
         step = state["step"]
 
@@ -294,12 +317,9 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
         )
         dispatcher = GroupDispatcher(runners)
         settings = GeneratorSettings.from_config(config, estimator.needs.min_samples)
-        generator = Generator(inputs.rows, cursor, dispatcher, settings, version=step)
+        generator = Generator(inputs.rows, cursor, dispatcher, settings, version=learner.version(step))
         if checkpoint is not None:
             generator.load(state["generator"])
-        learner = Learner(config, estimator, trainer)
-        if checkpoint is not None:
-            learner.load(state["learner"])
         recorder = _recorder(config, plugins, run_dir, store, inputs.total_steps, step)
         evaluator = Evaluator(inputs.eval_rows, dispatcher, config) if inputs.eval_rows else None
         parts = Parts(generator, trainer, refitter, learner, evaluator, recorder)
@@ -307,7 +327,7 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
             async with generator:
                 await run_loop(config, parts, step, inputs.total_steps)
         if not config.ckpt.disable_final_save:
-            await asyncio.to_thread(trainer.export_hf, run_dir.hf)
+            await run_blocking(trainer.export_hf, run_dir.hf)
     recorder.print_summary()
 
 
@@ -347,18 +367,27 @@ def objective_spec(config: RLConfig, needs: Needs) -> ObjectiveSpec:
     )
 
 
+def critic_config(config: RLConfig) -> CriticConfig:
+    """The critic's section, with the actor's checkpoint if it names none."""
+    model = config.critic.model_name_or_path or config.actor.model_name_or_path
+    return config.critic.model_copy(update={"model_name_or_path": model})
+
+
 def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs, needs: Needs) -> TrainGroup:
+    steps = inputs.total_steps * num_windows(config)
     return TrainGroup.start(
         config.actor,
         config.fsdp,
         device=inputs.device,
         seed=config.train.seed,
         cpu_threads=config.train.cpu_threads,
-        num_optimizer_steps=inputs.total_steps * num_windows(config) * config.train.max_epochs,
+        num_optimizer_steps=(steps - config.actor.freezing_steps * num_windows(config)) * config.train.max_epochs,
         temperature=config.rollout.temperature,
         objective=objective_spec(config, needs),
         plugins=plugins.spec,
         reference=KlPlan.of(config, needs).model,
+        critic=critic_config(config) if needs.values else None,
+        num_critic_steps=steps * critic_epochs(config),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from molt_core.algorithms.kl import AdaptiveKl, FixedKl
-from molt_core.algorithms.masked import masked_mean
+from molt_core.algorithms.masked import VARIANCE_FLOOR, masked_mean
 from molt_core.batches import pad_tokens, split_windows, with_advantages
 from molt_core.config.kl import KlPlan
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Learner:
-    """Updates the policy from batches of rollouts, as the estimator's needs ask for it."""
+    """Updates the models from batches of rollouts, as the estimator's needs ask for it."""
 
     def __init__(self, config: RLConfig, estimator: Estimator, trainer: TrainGroup) -> None:
         self.config, self.estimator, self.trainer = config, estimator, trainer
@@ -33,12 +33,22 @@ class Learner:
         target, horizon = config.algo.kl.target, config.algo.kl.horizon
         self.kl_coef = FixedKl(self.kl.coef) if target is None else AdaptiveKl(self.kl.coef, target, horizon)
 
-    def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """All optimizer steps of one batch; returns its metrics."""
+    def version(self, step: int) -> int:
+        """The policy version after ``step`` steps: how many of them trained the policy."""
+        return max(step - self.config.actor.freezing_steps, 0)
+
+    def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """All optimizer steps of one batch, after ``step`` others; returns its metrics."""
         rows = batch.train_rows()
-        seen, metrics = self._measure(rows, batch.for_estimator(self.config.reward))
-        advantages = self._finite(self.estimator.advantages(seen))
-        metrics |= self._train(with_advantages(rows, advantages))
+        seen, metrics = self._measure(batch, rows)
+        if self.estimator.needs.values:
+            advantages, returns = self.estimator.advantages_and_returns(seen)
+            metrics |= self._train_critic(seen, rows, self._finite(returns, "returns"))
+        else:
+            advantages = self.estimator.advantages(seen)
+        advantages = self._finite(advantages, "advantages")
+        if self.version(step + 1) > self.version(step):
+            metrics |= self._train_policy(with_advantages(rows, advantages))
         if self.kl.use != "off":
             metrics["train/kl_coef"] = self.kl_coef.value
             if "train/kl" in metrics:
@@ -54,16 +64,23 @@ class Learner:
         if isinstance(self.kl_coef, AdaptiveKl):
             self.kl_coef.value = float(state["kl_coef"])
 
-    def _measure(self, rows: Sequence[TrainRow], seen: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with what only the models know, and metrics of it."""
-        if self.kl.use != "reward":
-            return seen, {}
+    def _measure(self, batch: RolloutBatch, rows: Sequence[TrainRow]) -> tuple[Batch, dict[str, float]]:
+        """What the estimator sees, with what only the models know; and metrics of it."""
+        seen = batch.for_estimator(self.config.reward)
         limit = self.config.train.max_tokens_per_gpu
-        kl = pad_tokens(self.trainer.token_kl(rows, self.kl.estimator, max_tokens=limit), seen.action_mask)
-        metrics = {"train/kl": float(masked_mean(kl.double(), seen.action_mask))}
-        return replace(seen, token_kl=kl, kl_coef=self.kl_coef.value), metrics
+        metrics: dict[str, float] = {}
+        if self.kl.use == "reward":
+            kl = pad_tokens(self.trainer.token_kl(rows, self.kl.estimator, max_tokens=limit), seen.action_mask)
+            metrics["train/kl"] = float(masked_mean(kl.double(), seen.action_mask))
+            seen = replace(seen, token_kl=kl, kl_coef=self.kl_coef.value)
+        if self.estimator.needs.values:
+            states = self.trainer.values(rows, max_tokens=limit)
+            values = pad_tokens([row[:-1] for row in states], seen.action_mask)
+            last = torch.tensor([float(row[-1]) for row in states])
+            seen = replace(seen, values=values, bootstrap=torch.where(batch.cut_rows(), last, 0.0))
+        return seen, metrics
 
-    def _train(self, rows: Sequence[TrainRow]) -> dict[str, float]:
+    def _train_policy(self, rows: Sequence[TrainRow]) -> dict[str, float]:
         train = self.config.train
         windows = split_windows(rows, num_windows(self.config)) * train.max_epochs
         return self.trainer.update(
@@ -74,10 +91,33 @@ class Learner:
             kl_coef=self.kl_coef.value,
         )
 
-    def _finite(self, values: Tensor) -> Tensor:
+    def _train_critic(self, seen: Batch, rows: Sequence[TrainRow], returns: Tensor) -> dict[str, float]:
+        """``critic/explained_variance``: 1 - Var(R - V) / Var(R) over the action tokens, before the update."""
+        assert seen.values is not None
+        train = self.config.train
+        windows = split_windows(with_advantages(rows, returns), num_windows(self.config))
+        trained = self.trainer.update_critic(
+            windows * critic_epochs(self.config),
+            max_tokens=train.max_tokens_per_gpu,
+            micro_batch_size=train.micro_batch_size,
+        )
+        r, v = (x[seen.action_mask].double() for x in (returns, seen.values))
+        unexplained = (r - v).var(correction=0) / r.var(correction=0).clamp(min=VARIANCE_FLOOR)
+        return trained | {
+            "critic/explained_variance": 1 - float(unexplained),
+            "critic/value_mean": float(v.mean()),
+            "critic/return_mean": float(r.mean()),
+        }
+
+    def _finite(self, values: Tensor, name: str) -> Tensor:
         if not torch.isfinite(values).all():
-            raise ValueError(f"estimator {type(self.estimator).__name__} returned advantages that are not finite")
+            raise ValueError(f"estimator {type(self.estimator).__name__} returned {name} that are not finite")
         return values
+
+
+def critic_epochs(config: RLConfig) -> int:
+    """Passes of the critic over one step's rollouts."""
+    return config.critic.max_epochs or config.train.max_epochs
 
 
 def num_windows(config: RLConfig) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from molt_core import metrics as m
 from molt_core.batches import RolloutBatch
+from molt_core.blocking import run_blocking
 
 if TYPE_CHECKING:
     from molt_core.config import RLConfig
@@ -40,8 +40,9 @@ class Parts:
 async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> None:
     """Run from ``step`` to ``total_steps``, or to the end of the prompts.
 
-    The policy version equals the number of finished steps: each step ends with one refit of all engines.
+    The policy version is the number of steps that trained the policy; each of them ends with a refit of all engines.
     """
+    version = parts.learner.version(step)
     if parts.evaluator and config.eval.at_start and step == 0:
         parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
 
@@ -55,17 +56,19 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
 
         batch = RolloutBatch.from_groups(generated.groups)
         with timer("train"):
-            trained = await asyncio.to_thread(parts.learner.update, batch)
-        with timer("refit"):
-            await parts.refitter.refit(version=step + 1)
-        parts.generator.policy_updated(step + 1)
-
-        values = _metrics(config, generated, batch, trained, version=step)
+            trained = await run_blocking(parts.learner.update, batch, step)
+        values = _metrics(config, generated, batch, trained, version)
         step += 1
+        with timer("refit"):
+            if parts.learner.version(step) > version:
+                version = parts.learner.version(step)
+                await parts.refitter.refit(version)
+        parts.generator.policy_updated(version)
+
         if parts.recorder.wants_checkpoint(step):
             with timer("checkpoint"):
                 state = {"step": step, "generator": parts.generator.state(), "learner": parts.learner.state()}
-                await asyncio.to_thread(parts.recorder.save, step, parts.trainer, state)
+                await run_blocking(parts.recorder.save, step, parts.trainer, state)
         parts.recorder.log_step(step, values | timer.metrics(batch), batch)
         if parts.evaluator and config.eval.steps > 0 and step % config.eval.steps == 0:
             parts.recorder.log_eval(step, await parts.evaluator.run(version=step))

@@ -45,3 +45,7 @@ class Estimator(Component):
         Rollouts without a score (NaN reward) get 0 or NaN; the caller excludes them from the loss either way.
         """
         raise NotImplementedError
+
+    def advantages_and_returns(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """For estimators that need values: also the critic's targets. (S, L) float32 each, 0 off the mask."""
+        raise NotImplementedError

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from molt_core.config.kl import kl_problems
-from molt_core.config.rl import RLConfig
+from molt_core.config.rl import CriticConfig, RLConfig
 from molt_core.config.sft import SFTConfig
-from molt_core.config.shared import CheckpointConfig, FsdpConfig
+from molt_core.config.shared import CheckpointConfig, FsdpConfig, TrainedModelConfig
 from molt_core.errors import ConfigError
 
 
@@ -38,6 +38,7 @@ def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds) -> None:
         [
             *_estimator(config, estimator_needs),
             *kl_problems(config, estimator_needs),
+            *_critic(config, estimator_needs),
             *_batches(config),
             *_policy_lag(config),
             *_correction(config),
@@ -72,8 +73,6 @@ def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
             f"estimator {name} compares rollouts of one prompt and needs at least {fewest}: "
             f"set --rollout.n_samples_per_prompt to {fewest} or more, or choose another --algo.advantage.estimator"
         )
-    if needs.values:
-        yield f"estimator {name} needs a critic, which is not yet available: choose another --algo.advantage.estimator"
     if needs.max_samples is not None and samples > needs.max_samples:
         yield (
             f"estimator {name} takes at most {needs.max_samples} rollout per prompt, not {samples}: set "
@@ -84,6 +83,20 @@ def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
             f"estimator {name} takes one optimizer step per batch: leave --train.batch_size out and set "
             "--train.max_epochs 1, or choose another --algo.advantage.estimator"
         )
+
+
+def _critic(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
+    yield from _betas("critic", config.critic)
+    if needs.values:
+        return
+    name = config.algo.advantage.estimator
+    if config.actor.freezing_steps:
+        yield (
+            f"--actor.freezing_steps trains the critic alone, and estimator {name} has none: set it to 0, or choose an "
+            "estimator that needs values"
+        )
+    if config.critic != CriticConfig():
+        yield f"the options of --critic have no effect, because estimator {name} has no critic: leave them out"
 
 
 def _rows(config: RLConfig) -> int:
@@ -234,13 +247,17 @@ def _lengths(config: RLConfig) -> Iterator[str]:
 
 
 def _ranges(config: RLConfig) -> Iterator[str]:
-    for beta in config.actor.adam.betas:
-        if not 0 <= beta < 1:
-            yield f"--actor.adam.betas {beta} is not in [0, 1)"
+    yield from _betas("actor", config.actor)
     short = {"eps_clip_low_high": config.actor.eps_clip_low_high, "dual_clip": config.actor.dual_clip}
     for name, value in short.items():
         if value is not None and name in config.actor.loss_args:
             yield f"--actor.{name} and --actor.loss_args.{name} are the same option: give one of them"
+
+
+def _betas(section: str, config: TrainedModelConfig) -> Iterator[str]:
+    for beta in config.adam.betas:
+        if not 0 <= beta < 1:
+            yield f"--{section}.adam.betas {beta} is not in [0, 1)"
 
 
 def _evaluation(config: RLConfig) -> Iterator[str]:

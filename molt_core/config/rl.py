@@ -7,11 +7,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from molt_core.config.base import Section
 from molt_core.config.shared import (
+    AdamConfig,
     CheckpointConfig,
     FsdpConfig,
     LoggerConfig,
     ModelConfig,
     PluginsConfig,
+    TrainedModelConfig,
 )
 
 
@@ -27,11 +29,31 @@ class ActorConfig(ModelConfig):
         None,
         description="What seq-mean-token-sum also divides by. Default: rollout.max_new_tokens, or else data.max_len.",
     )
+    freezing_steps: NonNegativeInt = Field(0, description="First steps in which only the critic is trained.")
     entropy_coef: float = Field(0.0, description="Entropy bonus; positive encourages entropy.")
     eps_clip_low_high: tuple[NonNegativeFloat, PositiveFloat] | None = Field(
         None, description="Shorthand for the loss option of this name."
     )
     dual_clip: float | None = Field(None, description="Shorthand for the loss option of this name.")
+
+
+class CriticAdamConfig(AdamConfig):
+    """AdamW."""
+
+    lr: NonNegativeFloat = Field(5e-6, description="Peak learning rate.")
+
+
+class CriticConfig(TrainedModelConfig):
+    """The value model of estimators that need values; it lives in the actor's ranks."""
+
+    model_name_or_path: str = Field("", description="Checkpoint of its backbone. Default: the actor's.")
+    adam: CriticAdamConfig = CriticAdamConfig()
+    value_clip: PositiveFloat | None = Field(
+        0.2, description="A value gains nothing by moving further than this from its old one in a step; none: no clip."
+    )
+    max_epochs: PositiveInt | None = Field(
+        None, description="Passes over each step's rollouts. Default: train.max_epochs."
+    )
 
 
 class DataConfig(Section):
@@ -221,6 +243,7 @@ class RLConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to run. auto: CUDA if there is any.")
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
     reward: RewardConfig = RewardConfig()

@@ -95,6 +95,7 @@ class RolloutSummary:
     """A rollout without its tokens; ``data`` is a reference to the Rollout.
 
     ``reward`` is NaN unless the status is scored. ``failed_attempts``: how earlier attempts of this rollout ended.
+    ``terminated``: the environment ended the episode.
     """
 
     id: str
@@ -108,6 +109,7 @@ class RolloutSummary:
     seconds: float
     error: str = ""
     failed_attempts: tuple[RolloutStatus, ...] = ()
+    terminated: bool = False
 
     @property
     def num_actions(self) -> int:
@@ -169,6 +171,7 @@ class _Play:
     reward: float = 0.0
     info: dict[str, float] = field(default_factory=dict)
     is_cut: bool = False
+    terminated: bool = False
     ids: list[int] = field(default_factory=list)
     deadline: float = math.inf
 
@@ -274,6 +277,7 @@ class Runner:
             seconds=rollout.seconds,
             error=rollout.error,
             failed_attempts=tuple(failed),
+            terminated=rollout.terminated,
         )
 
     async def _attempt(self, task: GroupTask, sample: int, attempt: int) -> Rollout:
@@ -308,6 +312,7 @@ class Runner:
             info=dict(play.info),
             text=str(self._template.tokenizer.decode(segment.ids.tolist())),
             error=error,
+            terminated=play.terminated,
         )
 
     async def _play(self, play: _Play, lease: Lease) -> None:
@@ -339,6 +344,7 @@ class Runner:
             result = await self._user_code(play, lease, "step", env.step, action, play.ctx)
             self._take_result(play, result)
             play.is_cut |= action.is_cut_off or result.truncated
+            play.terminated = result.terminated
             if result.terminated or result.truncated:
                 return
             if turn == self._env.max_turns:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt_core.config.rl import CriticConfig
 from molt_core.config.shared import FsdpConfig, ModelConfig
 from molt_core.errors import ConfigError
 from molt_core.plugins import PluginSpec
 from molt_core.training.packing import partition, plan_window
-from molt_core.training.rows import ObjectiveSpec, TrainRow, WeightedRow
+from molt_core.training.rows import ObjectiveSpec, TrainRow, WeightedRow, WindowPlan
 from molt_core.training.worker import TrainWorker, WorkerSpec
 
 if TYPE_CHECKING:
@@ -56,13 +57,16 @@ class TrainGroup:
         objective: ObjectiveSpec,
         plugins: PluginSpec | None = None,
         reference: str | None = None,
+        critic: CriticConfig | None = None,
+        num_critic_steps: int = 0,
     ) -> TrainGroup:
         """Start num_nodes x num_gpus_per_node ranks and build the model on them.
 
         ``device``: "cuda", one GPU per rank, or "cpu", ``cpu_threads`` threads per rank. ``num_optimizer_steps``: the
         length of the learning-rate schedule. ``temperature``: that of the log-probs. ``reference``: checkpoint of the
-        reference model, which every rank holds a frozen shard of. Raises ConfigError when the cluster does not have the
-        GPUs, or when model, schedule or loss are not usable.
+        reference model, which every rank holds a frozen shard of. ``critic``: a value model in the same ranks, trained
+        for ``num_critic_steps``. Raises ConfigError when the cluster does not have the GPUs, or when model, schedule or
+        loss are not usable.
         """
         import ray
 
@@ -81,6 +85,8 @@ class TrainGroup:
             objective,
             plugins or PluginSpec(),
             reference,
+            critic,
+            num_critic_steps,
         )
         placement = _place(model) if device == "cuda" else None
         actor: Any = ray.remote(TrainWorker)
@@ -126,23 +132,39 @@ class TrainGroup:
         pass over it. A window without an action token is not a step; it is counted in ``train/empty_windows``.
         ``kl_coef``: the weight of the KL term, if the objective has one.
         """
+        plan = self._plan(windows, max_tokens, micro_batch_size)
+        return self._steps("update", "train", plan, recompute_old, kl_coef)
+
+    def update_critic(
+        self, windows: Sequence[Sequence[TrainRow]], *, max_tokens: int = 16384, micro_batch_size: int | None = None
+    ) -> dict[str, float]:
+        """The same for the critic; the rows carry returns in place of advantages. Metrics are ``critic/*``."""
+        return self._steps("update_critic", "critic", self._plan(windows, max_tokens, micro_batch_size))
+
+    def _plan(
+        self, windows: Sequence[Sequence[TrainRow]], max_tokens: int, micro_batch_size: int | None
+    ) -> tuple[list[list[WindowPlan]], list[int], int]:
+        """Plans per rank of all different windows, the order of the steps, and how many windows are no step."""
         unique: dict[int, int] = {}
         order = [unique.setdefault(id(window), len(unique)) for window in windows if any(r.num_actions for r in window)]
-        empty = len(windows) - len(order)
-        if empty:
-            logger.warning("%d of %d windows have no action token and are not trained", empty, len(windows))
-        metrics = {"train/optimizer_steps": float(len(order)), "train/empty_windows": float(empty)}
-        if not order:
-            return metrics
         by_id = {id(window): window for window in windows}
         planned = [
             plan_window(by_id[key], self.world_size, max_tokens=max_tokens, micro_batch_size=micro_batch_size)
             for key in unique
         ]
         per_rank = [[plans[rank] for plans in planned] for rank in range(self.world_size)]
-        sums = self._call_each("update", [(plans, order, recompute_old, kl_coef) for plans in per_rank])
-        metrics |= merge(sums)
-        metrics["train/optimizer_steps"] -= metrics["train/skipped_steps"]
+        return per_rank, order, len(windows) - len(order)
+
+    def _steps(
+        self, method: str, prefix: str, plan: tuple[list[list[WindowPlan]], list[int], int], *more: Any
+    ) -> dict[str, float]:
+        per_rank, order, empty = plan
+        if empty:
+            logger.warning("%d of %d windows have no action token and are not trained", empty, empty + len(order))
+        metrics = {f"{prefix}/optimizer_steps": float(len(order)), f"{prefix}/empty_windows": float(empty)}
+        if order:
+            metrics |= merge(self._call_each(method, [(plans, order, *more) for plans in per_rank]))
+            metrics[f"{prefix}/optimizer_steps"] -= metrics[f"{prefix}/skipped_steps"]
         return metrics
 
     def logprobs(self, rows: Sequence[TrainRow], *, max_tokens: int = 16384) -> list[np.ndarray]:
@@ -155,6 +177,10 @@ class TrainGroup:
         ``estimator``: "k1", "k2" or "k3" (algorithms.kl). The group must have been started with a reference.
         """
         return self._per_row("token_kl", rows, max_tokens, estimator)
+
+    def values(self, rows: Sequence[TrainRow], *, max_tokens: int = 16384) -> list[np.ndarray]:
+        """The critic's values of each row's states, (T,): entry k after token k, so that [:-1] is next-token."""
+        return self._per_row("values", rows, max_tokens)
 
     def _per_row(self, method: str, rows: Sequence[TrainRow], max_tokens: int, *more: Any) -> list[np.ndarray]:
         """One array per row, in the order of the rows, from a method of the ranks that takes micro-batches."""

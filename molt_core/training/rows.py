@@ -20,7 +20,8 @@ class TrainRow:
 
     ``source`` is where the tokens are: a Rollout, a reference to one in Ray's object store, or a Segment itself.
     ``segment`` is the index within the rollout. ``length`` T and ``num_actions`` are the segment's. ``advantage`` is
-    one number, or (T-1,) float32 on the next-token axis. ``rollout`` and ``group`` number the rollout and its prompt.
+    one number, or (T-1,) float32 on the next-token axis; for a critic it is the return. ``rollout``
+    and ``group`` number the rollout and its prompt.
     """
 
     source: ObjectRef | Rollout | Segment

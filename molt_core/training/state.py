@@ -64,15 +64,12 @@ def save_state(
     directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, rank: Rank, extra: dict[str, Any]
 ) -> None:
     """Write everything below ``directory``. Collective."""
-    with _plain_errors("saved"):
-        dcp.save(_tensors(model, optimizer), checkpoint_id=directory / "dcp")
+    save_model(directory, model, optimizer, scheduler, rank)
     random = {"cpu": torch.get_rng_state()}
     if rank.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(rank.device)
     save_file(random, directory / f"random_{rank.rank}.safetensors")
     if rank.is_main:
-        kept = {k: v for k, v in scheduler.state_dict().items() if k in _SCHEDULE}
-        (directory / _STATE).write_text(json.dumps({"scheduler": kept, "world": rank.world}))
         (directory / _EXTRA).write_text(json.dumps(extra))
     dist.barrier()
 
@@ -81,6 +78,30 @@ def load_state(
     directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, rank: Rank
 ) -> dict[str, Any]:
     """Read what :func:`save_state` wrote, under any number of ranks; returns ``extra``. Collective."""
+    world = load_model(directory, model, optimizer, scheduler)
+    random = directory / f"random_{rank.rank}.safetensors"
+    if world == rank.world:
+        states = load_file(random)
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and rank.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], rank.device)
+    elif rank.is_main:
+        logger.warning("the checkpoint is of %d ranks, not %d: random states start anew", world, rank.world)
+    extra: dict[str, Any] = json.loads((directory / _EXTRA).read_text())
+    return extra
+
+
+def save_model(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, rank: Rank) -> None:
+    """Write a model with its optimizer and schedule below ``directory``. Collective."""
+    with _plain_errors("saved"):
+        dcp.save(_tensors(model, optimizer), checkpoint_id=directory / "dcp")
+    if rank.is_main:
+        kept = {k: v for k, v in scheduler.state_dict().items() if k in _SCHEDULE}
+        (directory / _STATE).write_text(json.dumps({"scheduler": kept, "world": rank.world}))
+
+
+def load_model(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> int:
+    """Read what :func:`save_model` wrote; returns the number of ranks that wrote it. Collective."""
     state = json.loads((directory / _STATE).read_text())
     tensors = _tensors(model, optimizer)
     with _plain_errors("loaded"):
@@ -91,16 +112,7 @@ def load_state(
     scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
     for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = lr
-    random = directory / f"random_{rank.rank}.safetensors"
-    if state["world"] == rank.world:
-        states = load_file(random)
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and rank.device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], rank.device)
-    elif rank.is_main:
-        logger.warning("the checkpoint is of %d ranks, not %d: random states start anew", state["world"], rank.world)
-    extra: dict[str, Any] = json.loads((directory / _EXTRA).read_text())
-    return extra
+    return int(state["world"])
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt_core.config.rl import CriticConfig
 from molt_core.config.shared import FsdpConfig, ModelConfig
+from molt_core.errors import ConfigError
 from molt_core.plugins import PluginSpec
 from molt_core.training.rows import ObjectiveSpec, WeightedRow, WindowPlan, resolve_segments
 
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
     import torch
     from ray import ObjectRef
 
+    from molt_core.training.critic import Critic
     from molt_core.training.objective import MetricSums
     from molt_core.training.packing import MicroBatch
+    from molt_core.training.trained import Trained
 
 logger = logging.getLogger("molt")
 
 CHUNK_BYTES = 256 * 2**20
+_CRITIC = "critic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class WorkerSpec:
     objective: ObjectiveSpec
     plugins: PluginSpec
     reference: str | None = None
+    critic: CriticConfig | None = None
+    num_critic_steps: int = 0
 
 
 class TrainWorker:
@@ -72,14 +79,15 @@ class TrainWorker:
         return host, self._store.port
 
     def setup(self, host: str, port: int) -> None:
-        """Join the group, build the model, the optimizer and the objective."""
+        """Join the group, build the models, their optimizers and the objective."""
         import torch
         import torch.distributed as dist
 
         from molt_core.training import mesh
+        from molt_core.training.critic import build_critic
         from molt_core.training.objective import Objective
-        from molt_core.training.optimizers import build_optimizer, build_scheduler
         from molt_core.training.policy import Policy, build_model, build_reference
+        from molt_core.training.trained import Trained
 
         spec = self.spec
         self.objective = Objective(spec.objective, spec.plugins)
@@ -94,12 +102,14 @@ class TrainWorker:
         mesh.init_process_group(self.rank, self.world, spec.device, self._store)
         torch.manual_seed(spec.seed)
         place = mesh.Rank(self.rank, self.world, device, mesh.compute_dtype(spec.fsdp.param_dtype, spec.device))
-        model = build_model(spec.model, spec.fsdp, place)
-        self.policy = Policy(model, place, spec.temperature)
+        policy = Policy(build_model(spec.model, spec.fsdp, place), place, spec.temperature)
+        self.policy = Trained.build(policy, spec.model, spec.num_optimizer_steps, "train")
         self.reference = build_reference(spec.reference, spec.fsdp, place, spec.temperature) if spec.reference else None
-        self.optimizer = build_optimizer(model.parameters(), spec.model.adam)
-        self.scheduler = build_scheduler(self.optimizer, spec.model, spec.num_optimizer_steps)
-        self.pad_id: int = getattr(model.config, "pad_token_id", None) or 0
+        self.critic: Trained[Critic] | None = None
+        if spec.critic is not None:
+            critic = build_critic(spec.critic, spec.fsdp, place, spec.seed)
+            self.critic = Trained.build(critic, spec.critic, spec.num_critic_steps, "critic")
+        self.pad_id: int = getattr(policy.model.config, "pad_token_id", None) or 0
 
     def update(
         self, plans: Sequence[WindowPlan], order: Sequence[int], recompute_old: bool, kl_coef: float = 0.0
@@ -112,7 +122,7 @@ class TrainWorker:
         old: list[list[torch.Tensor] | None] = [None] * len(windows)
         if recompute_old and not self.objective.is_supervised:
             for w in sorted(set(order) - {order[0]}):
-                old[w] = [self.policy.logprobs(batch) for batch in windows[w]]
+                old[w] = [self.policy.net.logprobs(batch) for batch in windows[w]]
         reference = [self._reference_logprobs(window) for window in windows]
         for n, w in enumerate(order):
             seen = self._step(plans[w], windows[w], old[w], reference[w], kl_coef, tally)
@@ -142,7 +152,6 @@ class TrainWorker:
         tally: Any,
     ) -> list[torch.Tensor]:
         """Forward and backward over a window's micro-batches, then the optimizer. Returns the log-probs that it saw."""
-        import torch
 
         from molt_core.algorithms.aggregate import Totals
         from molt_core.training.objective import Known
@@ -150,8 +159,8 @@ class TrainWorker:
         totals = Totals(plan.tokens, plan.sequences, plan.prompts)
         seen: list[torch.Tensor] = []
         for k, batch in enumerate(window):
-            self.policy.sync_gradients(k == len(window) - 1)
-            logprobs, entropy = self.policy.score(
+            self.policy.net.sync_gradients(k == len(window) - 1)
+            logprobs, entropy = self.policy.net.score(
                 batch,
                 entropy=not self.objective.is_supervised,
                 entropy_grad=self.spec.objective.entropy_coef != 0,
@@ -159,38 +168,39 @@ class TrainWorker:
             seen.append(logprobs.detach())
             known = Known(old[k] if old else seen[-1], reference[k])
             loss = self.objective.loss(batch, logprobs, entropy, known, totals, tally, kl_coef)
-            name = "train/loss" if self.objective.is_supervised else "train/policy_loss"
-            finite = loss.detach().isfinite()
-            tally.add(
-                name, torch.where(finite, loss.detach().double(), 0.0), finite * float(self.rank == 0) / len(window)
-            )
-            # A loss that is not finite makes every gradient NaN on every rank, so that all of them skip the step.
-            (loss * self.world * torch.where(finite, 1.0, torch.nan)).backward()
-        self._optimize(tally)
+            name = "loss" if self.objective.is_supervised else "policy_loss"
+            self.policy.backward(loss, name, 1 / len(window), tally)
+        self.policy.step(tally)
         return seen
 
-    def _optimize(self, tally: Any) -> None:
-        """Clip, step and schedule; a gradient norm that is not finite skips the step on all ranks alike."""
-        import math
+    def update_critic(self, plans: Sequence[WindowPlan], order: Sequence[int]) -> MetricSums:
+        """One optimizer step of the critic per entry of ``order``; the rows carry returns in place of advantages."""
+        from molt_core.algorithms.aggregate import Totals, aggregate
+        from molt_core.algorithms.value import value_loss
+        from molt_core.training.objective import Tally
 
-        from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
-
-        norm = scale_grads_and_clip_grad_norm(self.spec.model.max_norm or math.inf, [self.policy.model])
-        norm = float(norm)
-        main = float(self.rank == 0)
-        tally.add("train/lr", main * self.scheduler.get_last_lr()[0], main)
-        tally.add_event("train/skipped_steps", main * (not math.isfinite(norm)))
-        if math.isfinite(norm):
-            tally.add("train/grad_norm", main * norm, main)
-            self.optimizer.step()
-            self.scheduler.step()
-        elif self.rank == 0:
-            logger.warning("the gradient norm is %s: the optimizer step is skipped", norm)
-        self.optimizer.zero_grad(set_to_none=True)
+        assert self.critic is not None, "there is no critic"
+        assert self.spec.critic is not None
+        tally = Tally()
+        windows = [self._collate(plan) for plan in plans]
+        old = [[self.critic.net.values(b)[:, :-1] for b in w] for w in windows] if len(order) > 1 else None
+        for w in order:
+            plan, window = plans[w], windows[w]
+            totals = Totals(plan.tokens, plan.sequences, plan.prompts)
+            for k, batch in enumerate(window):
+                self.critic.net.sync_gradients(k == len(window) - 1)
+                values = self.critic.net.score(batch)[:, :-1]
+                before = old[w][k] if old else values.detach()
+                loss, metrics = value_loss(values, before, batch.advantages, batch.mask, self.spec.critic.value_clip)
+                tally.add_masked({f"critic/{name}": value for name, value in metrics.items()}, batch.mask)
+                total = aggregate(loss, batch.mask, "token-mean", totals)
+                self.critic.backward(total, "value_loss", 1 / len(window), tally)
+            self.critic.step(tally)
+        return tally.result()
 
     def logprobs(self, micro_batches: Sequence[Sequence[WeightedRow]]) -> list[list[np.ndarray]]:
         """Log-probs (T-1,) float32 of every row under the current weights, 0 off the actions."""
-        return self._per_row(micro_batches, self.policy.logprobs)
+        return self._per_row(micro_batches, self.policy.net.logprobs)
 
     def token_kl(self, micro_batches: Sequence[Sequence[WeightedRow]], estimator: str) -> list[list[np.ndarray]]:
         """KL (T-1,) float32 of every row, of the current weights to the reference model, 0 off the actions."""
@@ -200,18 +210,24 @@ class TrainWorker:
         assert reference is not None, "a KL needs a reference model"
         return self._per_row(
             micro_batches,
-            lambda batch: token_kl(self.policy.logprobs(batch), reference.logprobs(batch), batch.mask, estimator),
+            lambda batch: token_kl(self.policy.net.logprobs(batch), reference.logprobs(batch), batch.mask, estimator),
         )
+
+    def values(self, micro_batches: Sequence[Sequence[WeightedRow]]) -> list[list[np.ndarray]]:
+        """The critic's values (T,) float32 of every row, one per state."""
+        assert self.critic is not None, "there is no critic"
+        return self._per_row(micro_batches, self.critic.net.values)
 
     def _per_row(
         self, micro_batches: Sequence[Sequence[WeightedRow]], compute: Callable[[MicroBatch], torch.Tensor]
     ) -> list[list[np.ndarray]]:
-        """``compute`` (B, L) of every micro-batch, cut to the rows' own T-1 and taken to the host."""
+        """``compute`` (B, T or T-1) of every micro-batch, without the padding of each row, on the host."""
         plan = WindowPlan(tuple(tuple(rows) for rows in micro_batches), 0, 0, 0)
         results = []
         for rows, batch in zip(plan.micro_batches, self._collate(plan), strict=True):
             values = compute(batch).cpu().numpy()
-            results.append([values[i, : item.row.length - 1] for i, item in enumerate(rows)])
+            shorter = batch.ids.shape[1] - values.shape[1]
+            results.append([values[i, : item.row.length - shorter] for i, item in enumerate(rows)])
         return results
 
     def _collate(self, plan: WindowPlan) -> list[MicroBatch]:
@@ -224,7 +240,7 @@ class TrainWorker:
                 [item.row.advantage for item in rows],
                 [item.weight for item in rows],
                 self.pad_id,
-            ).to(self.policy.rank.device)
+            ).to(self.policy.net.rank.device)
             for rows in plan.micro_batches
         ]
 
@@ -237,28 +253,40 @@ class TrainWorker:
 
         from molt_core.training.export import chunked
 
-        pairs = self.policy.hf_weights(self.policy.rank.dtype)
+        pairs = self.policy.net.hf_weights(self.policy.net.rank.dtype)
         return [ray.put(chunk) for chunk in chunked(pairs, CHUNK_BYTES)]
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         """Write the resumable state of all ranks into ``directory``."""
-        from molt_core.training.state import save_state
+        from molt_core.training.state import save_model, save_state
 
-        self.policy.reshard()
-        save_state(directory, self.policy.model, self.optimizer, self.scheduler, self.policy.rank, extra)
+        if self.critic is not None:
+            save_model(directory / _CRITIC, *self.critic.stateful, self.critic.net.rank)
+        save_state(directory, *self.policy.stateful, self.policy.net.rank, extra)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Read what :meth:`save` wrote, under any number of ranks."""
-        from molt_core.training.state import load_state
+        """Read what :meth:`save` wrote, under any number of ranks. ConfigError if it lacks this run's critic."""
+        from molt_core.training.state import load_model, load_state
 
-        self.policy.reshard()
-        return load_state(directory, self.policy.model, self.optimizer, self.scheduler, self.policy.rank)
+        there = (directory / _CRITIC).is_dir()
+        if self.critic is not None:
+            if not there:
+                raise ConfigError(
+                    f"the checkpoint {directory} holds no critic, so a run with one cannot go on from it: start afresh "
+                    "with another --ckpt.path, or choose the estimator that it was made with"
+                )
+            load_model(directory / _CRITIC, *self.critic.stateful)
+        elif there and self.rank == 0:
+            logger.warning("the critic in the checkpoint %s is not used: the estimator needs none", directory)
+        return load_state(directory, *self.policy.stateful, self.policy.net.rank)
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint of the current weights."""
         from molt_core.training.export import export_checkpoint
 
-        export_checkpoint(self.policy, self.spec.model.model_name_or_path, directory, self.spec.fsdp.trust_remote_code)
+        export_checkpoint(
+            self.policy.net, self.spec.model.model_name_or_path, directory, self.spec.fsdp.trust_remote_code
+        )
 
 
 def _quiet_libraries() -> None:

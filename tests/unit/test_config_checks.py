@@ -35,7 +35,11 @@ REFUSED = {
     "fewer samples than the estimator wants": Case(
         {"rollout__n_samples_per_prompt": 3}, "n_samples_per_prompt to 4", Needs(min_samples=4)
     ),
-    "critic": Case({}, "needs a critic", Needs(values=True)),
+    "options of a critic that is not there": Case({"critic__value_clip": 0.1}, "options of --critic have no effect"),
+    "warming up a critic that is not there": Case(
+        {"actor__freezing_steps": 2}, "--actor.freezing_steps trains", GROUPS
+    ),
+    "beta of the critic": Case({"critic__adam__betas": (-0.1, 0.9)}, "--critic.adam.betas -0.1", Needs(values=True)),
     "KL as a reward that the estimator cannot use": Case(
         {"algo__kl__init_coef": 0.01, "algo__kl__use_loss": False},
         "would have no effect: set --algo.kl.use_loss",
@@ -132,6 +136,7 @@ def test_what_cannot_work_is_refused_with_what_to_change(case):
         ({"algo__kl__init_coef": 0.1, "algo__kl__ref": "rollout"}, GROUPS),
         ({"algo__kl__init_coef": 0.1, "algo__kl__use_loss": False}, Needs(token_kl=True)),
         ({"ref__model_name_or_path": "m"}, DISTILL),
+        ({"critic__value_clip": 0.1, "actor__freezing_steps": 2}, Needs(values=True)),
         ({"ckpt__save_steps": 10, "data__max_len": 64, "rollout__max_new_tokens": 63}, GROUPS),
     ],
 )

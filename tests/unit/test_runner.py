@@ -134,6 +134,22 @@ class TestTokens:
         assert summary.reward == 1.0
         assert summary.data.segments[0].ids.tolist()[1:] == [31, 32]
 
+    @pytest.mark.parametrize(
+        ("results", "status", "terminated"),
+        [
+            ([STOP], RolloutStatus.COMPLETED, True),
+            ([GO_ON, Result(truncated=True)], RolloutStatus.TRUNCATED, False),
+            ([GO_ON, GO_ON], RolloutStatus.TRUNCATED, False),  # out of turns
+        ],
+    )
+    def test_only_what_the_environment_ended_is_terminated(self, results, status, terminated):
+        summary = play_one(ScriptedEngine([say(), say()]), row={"results": results}, max_turns=2)
+        assert (summary.status, summary.terminated) == (status, terminated)
+
+    def test_a_cut_action_that_the_environment_answered_with_the_end_is_terminated_too(self):
+        summary = play_one(ScriptedEngine([completion([31, 32], [-0.1, -0.2], finish_reason="length")]))
+        assert (summary.status, summary.terminated) == (RolloutStatus.TRUNCATED, True)
+
     def test_the_environment_sees_text_without_special_tokens_and_the_ids(self):
         seen = []
 

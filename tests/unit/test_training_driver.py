@@ -38,7 +38,7 @@ class RecordingGroup(TrainGroup):
 
     def _call_each(self, method, arguments):
         self.calls.append((method, arguments))
-        return [MetricSums({"train/skipped_steps": 0.0}, {}, {})] * 2
+        return [MetricSums({"train/skipped_steps": 0.0, "critic/skipped_steps": 1.0}, {}, {})] * 2
 
 
 def test_a_window_without_an_action_token_is_counted_and_is_no_step():
@@ -59,6 +59,16 @@ def test_a_window_that_is_listed_again_is_planned_once():
     (method, arguments), *_ = group.calls
     plans, order, recompute, _ = arguments[0]
     assert (method, len(plans), order, recompute) == ("update", 2, [0, 1, 0, 1], True)
+
+
+def test_the_critic_has_steps_and_metrics_of_its_own():
+    group = RecordingGroup()
+    windows = [[TrainRow(segment(3), 0, 3, 1, advantage=2.5)]]
+    metrics = group.update_critic(windows * 3)
+    (method, arguments), *_ = group.calls
+    plans, order = arguments[0]
+    assert (method, len(plans), order) == ("update_critic", 1, [0, 0, 0])
+    assert metrics["critic/optimizer_steps"] == 3 - 2  # each of the two ranks reports a skipped one
 
 
 @pytest.mark.parametrize("name", ["tp_size", "cp_size", "ep_size"])

@@ -170,6 +170,22 @@ def test_gae_skips_tool_output():
     torch.testing.assert_close(got, torch.tensor([[0.175, 0.0, 0.0, 0.5]]))
 
 
+@pytest.mark.parametrize(("lam", "expected"), [(0.5, [0.25, 1.0, -0.25, -1.0]), (1.0, [0.5, 1.0, -0.5, -1.0])])
+def test_gae_goes_on_behind_a_cut_and_stops_at_an_end(lam, expected):
+    # Two episodes of two actions; r 1 at the end only, so the rewards of 1 before it come as a KL of -1 with β 1.
+    # Episode 1 is cut at a state of value 4: δ = [1 + 0.5*2 - 2, 1 + 0.5*4 - 2] = [0, 1]. Episode 2 ends: [0, -1].
+    rows = batch(
+        [1.0, 1.0],
+        [0, 1],
+        values=torch.full((2, 2), 2.0),
+        bootstrap=torch.tensor([4.0, 0.0]),
+        token_kl=torch.tensor([[-1.0, 0.0], [-1.0, 0.0]]),
+        kl_coef=1.0,
+    )
+    got = make(Gae, gamma=0.5, lam=lam, no_whiten=True).advantages(rows)
+    torch.testing.assert_close(got, torch.tensor(expected).view(2, 2))
+
+
 def test_distillation_ignores_the_reward():
     kl = torch.tensor([[0.5, NAN], [-2.0, 1.0]])
     mask = [[1, 0], [1, 1]]

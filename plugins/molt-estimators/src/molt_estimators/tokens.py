@@ -58,7 +58,8 @@ class Gae(Estimator):
     """Generalised advantage estimation with a critic, whitened. Source: arXiv 1506.02438.
 
     δ_t = r_t + gamma V_{t+1} - V_t,  A_t = δ_t + gamma lam A_{t+1} over the action tokens of a row; tool output is
-    skipped without discount. A truncated rollout ends like any other: its score stands for what followed.
+    skipped without discount. After the last action V is 0 where the environment ended the episode, and the critic's
+    value of the state behind it where the episode was cut off.
     """
 
     needs = Needs(token_kl=True, values=True)
@@ -79,7 +80,10 @@ class Gae(Estimator):
         assert batch.values is not None, "gae needs the critic's values"
         mask = _scored_mask(batch)
         rewards = _token_rewards(batch, mask, slice(None))
-        advantages, returns = gae(rewards, batch.values, mask, gamma=self.config.gamma, lam=self.config.lam)
+        options = self.config
+        advantages, returns = gae(
+            rewards, batch.values, mask, gamma=options.gamma, lam=options.lam, bootstrap=batch.bootstrap
+        )
         return advantages if self.config.no_whiten else whiten(advantages, mask), returns
 
 
