@@ -115,6 +115,10 @@ class TrainGroup:
         """How many ranks there are."""
         return len(self._workers)
 
+    def set_objective(self, objective: ObjectiveSpec) -> None:
+        """Minimise something else from the next update on; models and optimizers stay as they are."""
+        self._call("set_objective", objective)
+
     def update(
         self,
         windows: Sequence[Sequence[TrainRow]],

@@ -85,12 +85,11 @@ class TrainWorker:
 
         from molt_core.training import mesh
         from molt_core.training.critic import build_critic
-        from molt_core.training.objective import Objective
         from molt_core.training.policy import Policy, build_model, build_reference
         from molt_core.training.trained import Trained
 
         spec = self.spec
-        self.objective = Objective(spec.objective, spec.plugins)
+        self.set_objective(spec.objective)
         _quiet_libraries()
         if self._store is None:
             self._store = dist.TCPStore(host, port, self.world, is_master=False)
@@ -110,6 +109,12 @@ class TrainWorker:
             critic = build_critic(spec.critic, spec.fsdp, place, spec.seed)
             self.critic = Trained.build(critic, spec.critic, spec.num_critic_steps, "critic")
         self.pad_id: int = getattr(policy.model.config, "pad_token_id", None) or 0
+
+    def set_objective(self, spec: ObjectiveSpec) -> None:
+        """Minimise this from the next update on."""
+        from molt_core.training.objective import Objective
+
+        self.objective = Objective(spec, self.spec.plugins)
 
     def update(
         self, plans: Sequence[WindowPlan], order: Sequence[int], recompute_old: bool, kl_coef: float = 0.0
@@ -163,7 +168,7 @@ class TrainWorker:
             logprobs, entropy = self.policy.net.score(
                 batch,
                 entropy=not self.objective.is_supervised,
-                entropy_grad=self.spec.objective.entropy_coef != 0,
+                entropy_grad=self.objective.spec.entropy_coef != 0,
             )
             seen.append(logprobs.detach())
             known = Known(old[k] if old else seen[-1], reference[k])
