@@ -38,8 +38,9 @@ test: lint types
 demo: install
 	$(BIN)/python recipes/demo.py
 
-$(VENV)/.installed-demo-real: requirements/demo-real.txt $(VENV)/.installed
+$(VENV)/.installed-demo-real: requirements/demo-real.txt $(VENV)/.installed contrib/molt-reasoning-gym/pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps $(PIP_ARGS) -r requirements/demo-real.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e contrib/molt-reasoning-gym
 	touch $@
 
 demo-real: $(VENV)/.installed-demo-real

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-pytest.importorskip("reasoning_gym", reason="`make demo-real` installs reasoning-gym")
+pytest.importorskip("molt_reasoning_gym.env", reason="`make demo-real` installs it, with reasoning-gym")
 
 from molt_reasoning_gym.data import write_prompts
 from molt_reasoning_gym.env import ReasoningGym
