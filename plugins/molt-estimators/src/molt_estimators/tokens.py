@@ -14,12 +14,13 @@ from molt_core import Batch, Estimator, Needs
 from molt_core.algorithms.gae import discounted_sum, gae, token_rewards
 from molt_core.algorithms.masked import whiten
 
-_CHUNK_ROWS = 1024
+_CHUNK_ROWS = 256
 
 
 def _scored_mask(batch: Batch) -> Tensor:
     """Action tokens of scored rollouts, (S, L) bool."""
-    return batch.action_mask & batch.scored[batch.rollout_of_row][:, None]
+    scored = batch.scored[batch.rollout_of_row]
+    return batch.action_mask if bool(scored.all()) else batch.action_mask & scored[:, None]
 
 
 def _token_rewards(batch: Batch, mask: Tensor, rows: slice) -> Tensor:
@@ -79,11 +80,17 @@ class Gae(Estimator):
         """Advantages, and the critic's targets A_t + V_t of the advantages before whitening, (S, L) float32 each."""
         assert batch.values is not None, "gae needs the critic's values"
         mask = _scored_mask(batch)
-        rewards = _token_rewards(batch, mask, slice(None))
-        options = self.config
-        advantages, returns = gae(
-            rewards, batch.values, mask, gamma=options.gamma, lam=options.lam, bootstrap=batch.bootstrap
-        )
+        advantages, returns = torch.empty(mask.shape), torch.empty(mask.shape)
+        for start in range(0, len(mask), _CHUNK_ROWS):
+            rows = slice(start, start + _CHUNK_ROWS)
+            advantages[rows], returns[rows] = gae(
+                _token_rewards(batch, mask, rows),
+                batch.values[rows],
+                mask[rows],
+                gamma=self.config.gamma,
+                lam=self.config.lam,
+                bootstrap=None if batch.bootstrap is None else batch.bootstrap[rows],
+            )
         return advantages if self.config.no_whiten else whiten(advantages, mask), returns
 
 
