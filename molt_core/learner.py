@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from molt_core.contract import Batch
     from molt_core.training.group import TrainGroup
     from molt_core.training.rows import TrainRow
+
+logger = logging.getLogger("molt")
+
+_FILTERED, _ALL = "train/is_filter_ratio", 0.999
 
 
 class Learner:
@@ -49,6 +54,12 @@ class Learner:
         advantages = self._finite(advantages, "advantages")
         if self.version(step + 1) > self.version(step):
             metrics |= self._train_policy(with_advantages(rows, advantages))
+            if self.config.algo.advantage.is_correction_mode == "mask" and metrics.get(_FILTERED, 0.0) > _ALL:
+                logger.warning(
+                    "the correction masked %.1f %% of step %d, which hardly trained anything: widen "
+                    "--algo.advantage.is_correction_threshold",
+                    *(100 * metrics[_FILTERED], step + 1),
+                )
         if self.kl.use != "off":
             metrics["train/kl_coef"] = self.kl_coef.value
             if "train/kl" in metrics:

@@ -198,3 +198,12 @@ def test_advantages_are_cut_to_the_rows_and_values_are_padded_to_the_batch():
     assert [row.advantage for row in with_advantages(rows, torch.tensor([0.5, -0.5]))] == [0.5, -0.5]
     padded = pad_tokens([np.ones(3), np.ones(2)], torch.zeros(2, 3).bool())
     assert padded.tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize(("mode", "share", "warns"), [("mask", 1.0, True), ("mask", 0.9, False), ("trunc", 1.0, False)])
+def test_a_step_that_the_correction_masks_is_warned_of(mode, share, warns, caplog):
+    config = RLConfig.model_validate({"algo": {"advantage": {"is_correction_mode": mode}}})
+    trainer = Trainer()
+    trainer.metrics = {"train/is_filter_ratio": share}
+    Learner(config, FromKl(), trainer).update(BATCH, 0)
+    assert ("widen --algo.advantage.is_correction_threshold" in caplog.text) == warns
