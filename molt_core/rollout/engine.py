@@ -111,6 +111,8 @@ class EngineSettings:
             variables |= {
                 "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # With one worker, in the engine core's own process: a start and a hop per step less.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if self.tensor_parallel_size > 1 else "0",
                 "OMP_NUM_THREADS": str(self.cpu_threads),
             }
         return variables

@@ -34,6 +34,9 @@ logger = logging.getLogger("molt")
 MAX_CONCURRENT_GROUPS = 1_000_000
 """Calls that one runner actor may hold; how many there are is up to the generator."""
 
+MAX_CACHED_PROMPTS = 256
+"""First observations whose token ids are kept."""
+
 _RUN_AGAIN = (RolloutStatus.ENGINE_ERROR, RolloutStatus.ENV_ERROR, RolloutStatus.ENV_TIMEOUT)
 """Failures that another attempt may not have. A failed scoring is repeated by itself, without sampling again."""
 
@@ -209,6 +212,7 @@ class Runner:
         self._put, self._on_finished = put, on_finished
         self._threads = LoopThreads()
         self._warned: set[str] = set()
+        self._prompts: dict[str, list[int]] = {}
 
     @classmethod
     def start(cls, settings: RunnerSettings, engines: Sequence[GeneratesTokens], index: int = 0) -> Runner:
@@ -398,8 +402,7 @@ class Runner:
 
     def _prompt_ids(self, play: _Play, start: Sequence[Message] | str) -> list[int]:
         try:
-            template = self._template
-            ids = template.raw_prompt_ids(start) if isinstance(start, str) else template.prompt_ids(start)
+            ids = self._render_prompt(start)
         except Exception as error:
             message = f"the prompt cannot be rendered: {_describe(error)}"
             raise _Failed(RolloutStatus.ENV_ERROR, message) from error
@@ -412,6 +415,17 @@ class Runner:
             message = f"the prompt has {len(ids)} > {self._max_prompt_len} tokens (data.max_prompt_len)"
             raise _Failed(RolloutStatus.EMPTY, message)
         return fitted
+
+    def _render_prompt(self, start: Sequence[Message] | str) -> list[int]:
+        """Token ids of a first observation. The rollouts of a group mostly begin alike and share one rendering."""
+        key = repr(start)
+        if key not in self._prompts:
+            while len(self._prompts) >= MAX_CACHED_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            template = self._template
+            ids = template.raw_prompt_ids(start) if isinstance(start, str) else template.prompt_ids(start)
+            self._prompts[key] = ids
+        return self._prompts[key]
 
     def _next_ids(self, completion: Completion, result: Result, is_plain: bool) -> list[int]:
         """The tokens between this action and the next. A conversation that began as plain text goes on as it."""
