@@ -292,10 +292,10 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
     estimator = cast("Estimator", plugins.create("estimator", advantage.estimator, advantage.args))
 
     async with AsyncExitStack() as stack:
-        engines = start_engines(_engine_settings(config, inputs.device), config.vllm.num_engines)
+        engines = start_engines(engine_settings(config, inputs.device), config.vllm.num_engines)
         stack.push_async_callback(stop_engines, engines)
         runners = start_runners(RunnerSettings.from_config(config, plugins.spec), engines, config.rollout.num_runners)
-        trainer = await run_blocking(_start_trainer, config, plugins, inputs, estimator.needs)
+        trainer = await run_blocking(start_trainer, config, plugins, inputs, estimator.needs)
         stack.callback(trainer.close)
         await asyncio.gather(*(e.check_health() for e in engines), *(r.ready() for r in runners))
 
@@ -338,7 +338,8 @@ async def stop_engines(engines: Sequence[RemoteEngine]) -> None:
             await asyncio.gather(*(engine.shutdown() for engine in engines), return_exceptions=True)
 
 
-def _engine_settings(config: RLConfig, device: Device) -> EngineSettings:
+def engine_settings(config: RLConfig, device: Device) -> EngineSettings:
+    """What an engine is started with."""
     return EngineSettings.from_config(
         config.vllm,
         model=config.actor.model_name_or_path,
@@ -373,7 +374,8 @@ def critic_config(config: RLConfig) -> CriticConfig:
     return config.critic.model_copy(update={"model_name_or_path": model})
 
 
-def _start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs, needs: Needs) -> TrainGroup:
+def start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs, needs: Needs) -> TrainGroup:
+    """The training ranks, with the models that the estimator's needs ask for."""
     steps = inputs.total_steps * num_windows(config)
     return TrainGroup.start(
         config.actor,
