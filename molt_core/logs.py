@@ -16,7 +16,8 @@ def setup_logging(level: int = logging.INFO) -> None:
     logger.addHandler(_handler())
 
 
-QUIET = {"TORCH_LOGS": "-all", "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning"}
+_IGNORED = ("FutureWarning", "DeprecationWarning", "UserWarning:megatron_fsdp.mixed_precision")
+QUIET = {"TORCH_LOGS": "-all", "PYTHONWARNINGS": ",".join(f"ignore::{warning}" for warning in _IGNORED)}
 """Variables that keep notes of torch to its own developers out of the output of a run's processes."""
 
 

@@ -63,7 +63,11 @@ def test_a_killed_and_resumed_run_ends_like_one_that_was_not_stopped(workspace):
         shutil.rmtree(workspace / "runs/cut/checkpoints" / later, ignore_errors=True)
     run(*RUN, "--logger.run_dir", "runs/cut", "--ckpt.load_enable", cwd=workspace)
 
-    assert [x["step"] for x in steps(workspace / "runs/cut")] == [1, 2, 3, 4, 5, 6]
+    history = steps(workspace / "runs/cut")
+    assert [x["step"] for x in history] == [1, 2, 3, 4, 5, 6]
+    # Nothing is stale, and engine and trainer agree on every token, before and after refits and the resumption.
+    assert max(x["staleness/max"] for x in history) == 0
+    assert max(x["mismatch/abs_max"] for x in history) <= 1e-4
     start_weights = load_file(workspace / "model/model.safetensors")
     whole = load_file(workspace / "runs/whole/hf/model.safetensors")
     cut = load_file(workspace / "runs/cut/hf/model.safetensors")
