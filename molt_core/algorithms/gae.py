@@ -73,16 +73,24 @@ def gae(
         if not width:
             continue
         dense = torch.arange(width) < counts[:, None]
-        r = torch.zeros(dense.shape, dtype=torch.float64).masked_scatter_(
-            dense, rewards[rows].masked_select(m).double()
-        )
-        v = torch.zeros(dense.shape, dtype=torch.float64).masked_scatter_(dense, values[rows].masked_select(m).double())
+        r = _spread(_pick(rewards[rows], m), dense)
+        v = _spread(_pick(values[rows], m), dense)
         after = torch.cat([v[:, 1:], v.new_zeros(len(v), 1)], dim=-1)
         if bootstrap is not None:
             acting = counts > 0
             after[acting, counts[acting] - 1] = bootstrap[rows][acting].double()
         # All three are 0 after the last action, and so is the error there.
         a = discounted_sum(r.add_(after, alpha=gamma).sub_(v), gamma * lam)
-        advantages[rows].masked_scatter_(m, a.float().masked_select(dense))
-        returns[rows].masked_scatter_(m, v.add_(a).float().masked_select(dense))
+        advantages[rows].masked_scatter_(m, _pick(a, dense).float())
+        returns[rows].masked_scatter_(m, _pick(v.add_(a), dense).float())
     return advantages, returns
+
+
+def _pick(x: Tensor, mask: Tensor) -> Tensor:
+    """The entries of x where the mask is true, (N,). NumPy does this several times as fast as masked_select."""
+    return torch.from_numpy(x.numpy()[mask.numpy()])
+
+
+def _spread(x: Tensor, mask: Tensor) -> Tensor:
+    """The opposite: x (N,) where the mask is true, in order, and 0 elsewhere; float64."""
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter_(mask, x.double())
