@@ -20,7 +20,7 @@ class Program:
             "train",
             RLConfig,
             lambda config, plugins: self.checked.append((config, plugins)),
-            lambda config, plugins: self.ran.append((config, plugins)),
+            lambda config, plugins, inputs: self.ran.append((config, plugins)),
             "Train.",
         )
 
