@@ -509,9 +509,14 @@ class TestDeterminism:
         assert len({ctx.seed for ctx in contexts}) == 1
 
     def test_a_rollout_stays_on_one_engine(self):
-        engines = [ScriptedEngine(lambda r: say()) for _ in range(3)]
+        # Each engine says a letter of its own, so a prompt tells which engines answered its rollout before.
+        letters = "XYZ"
+        engines = [ScriptedEngine(lambda r, letter=letter: say(letter)) for letter in letters]
         play(make_runner(engines), num_samples=6, results=[GO_ON, GO_ON, STOP])
-        assert [len(engine.requests) for engine in engines] == [6, 6, 6]
+        assert sum(len(engine.requests) for engine in engines) == 18
+        for letter, engine in zip(letters, engines, strict=True):
+            others = {ord(other) for other in letters if other != letter}
+            assert not any(others & set(request.prompt_ids) for request in engine.requests)
 
 
 def test_a_thread_that_was_blocked_serves_again_when_it_is_free():
