@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def setup_logging(level: int = logging.INFO) -> None:
@@ -27,13 +32,20 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+@cache
+def terminal() -> Console:
+    """The one console on standard error: log lines appear above a live display on it, not in its midst."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
 def _handler() -> logging.Handler:
     handler: logging.Handler
     if sys.stderr.isatty():
-        from rich.console import Console
         from rich.logging import RichHandler
 
-        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+        handler = RichHandler(console=terminal(), show_path=False, log_time_format="%H:%M:%S")
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
         handler = _Stderr()

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import ClassVar
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+from molt_core.logs import terminal
 
 logger = logging.getLogger("molt")
 
@@ -41,9 +42,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._began = time.monotonic()
-        console = Console(stderr=True)
-        if console.is_terminal:
-            self._live = Live(console=console, refresh_per_second=4, transient=True)
+        if terminal().is_terminal:
+            self._live = Live(console=terminal(), refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
