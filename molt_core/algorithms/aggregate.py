@@ -48,8 +48,9 @@ def aggregate(
       rollout whose history was rewritten counts once per segment here.
     - seq-mean-token-sum: Σ_bt m l / (sequences * norm). ``norm``: a constant, usually the token limit of a response;
       1 if None. Source: arXiv 2503.20783.
-    - prompt-mean-token-mean: Σ_b w_b (Σ_t m l / Σ_t m) / prompts. ``row_weights`` w: (B,), one over the number of
-      trained rows of the row's prompt in the window, so that every prompt counts once however many rows it kept.
+    - prompt-mean-token-mean: Σ_b w_b Σ_t m l / prompts. ``row_weights`` w: (B,), one over the action tokens of the
+      row's prompt in the window: the token mean over a prompt's rollouts, then the mean over prompts, so that every
+      prompt counts once however much it kept. Source: arXiv 2510.13786.
 
     An empty window gives 0, with a graph behind it, so that every rank can run its backward pass.
     """
@@ -59,9 +60,8 @@ def aggregate(
         return masked_sum(loss, mask) / max(totals.tokens, 1)
     if mode == "seq-mean-token-sum":
         return masked_sum(loss, mask) / (max(totals.sequences, 1) * (1.0 if norm is None else norm))
-    row_means = masked_mean(loss, mask, dim=-1)
     if mode == "seq-mean-token-mean":
-        return row_means.sum() / max(totals.sequences, 1)
+        return masked_mean(loss, mask, dim=-1).sum() / max(totals.sequences, 1)
     assert mode == "prompt-mean-token-mean", f"unknown aggregation {mode!r}"
     assert row_weights is not None, "prompt-mean-token-mean needs row_weights"
-    return (row_means * row_weights).sum() / max(totals.prompts, 1)
+    return (masked_sum(loss, mask, dim=-1) * row_weights).sum() / max(totals.prompts, 1)

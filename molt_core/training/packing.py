@@ -63,14 +63,16 @@ def plan_window(
 ) -> list[WindowPlan]:
     """The plan of one optimizer step for every rank. Rows without an action token train nothing and are left out."""
     trained = [row for row in rows if row.num_actions]
-    rows_per_prompt = Counter(row.group for row in trained)
-    weighted = [WeightedRow(row, 1.0 / rows_per_prompt[row.group]) for row in trained]
+    tokens_of_prompt: Counter[int] = Counter()
+    for row in trained:
+        tokens_of_prompt[row.group] += row.num_actions
+    weighted = [WeightedRow(row, 1.0 / tokens_of_prompt[row.group]) for row in trained]
     lengths = [row.length for row in trained]
     ranks = partition(lengths, num_ranks, max_tokens=max_tokens, micro_batch_size=micro_batch_size)
-    tokens = sum(row.num_actions for row in trained)
+    tokens = sum(tokens_of_prompt.values())
     return [
         WindowPlan(
-            tuple(tuple(weighted[i] for i in chunk) for chunk in rank), tokens, len(trained), len(rows_per_prompt)
+            tuple(tuple(weighted[i] for i in chunk) for chunk in rank), tokens, len(trained), len(tokens_of_prompt)
         )
         for rank in ranks
     ]

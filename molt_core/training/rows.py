@@ -40,7 +40,7 @@ class TrainRow:
 
 @dataclass(frozen=True, slots=True)
 class WeightedRow:
-    """A row and the weight of its sequence mean where prompts count once: 1 / trained rows of its prompt."""
+    """A row and the weight of its tokens where prompts count once: 1 / action tokens of its prompt in the window."""
 
     row: TrainRow
     weight: float = 1.0

@@ -270,14 +270,15 @@ def test_order_cut_ranks_padding_and_what_the_mask_hides_change_nothing(estimato
 
 
 def test_a_rollout_of_several_segments_is_as_many_sequences_and_one_prompt():
-    # Two prompts with one token per row and losses -A: a rollout of two segments (A = 1), and one of a segment (A = 4).
-    def summary(name: str, num_segments: int, reward: float) -> RolloutSummary:
-        segments = tuple(Segment.from_turns([Turn([1], [2], [0.0], [0])]) for _ in range(num_segments))
+    # Losses are -A. The first prompt has a rollout of two segments (A = 1) of one token, and one of one segment (A = 7)
+    # of two tokens; the second prompt has one of one token (A = 6).
+    def summary(name: str, lengths: Sequence[int], reward: float) -> RolloutSummary:
+        segments = tuple(Segment.from_turns([Turn([1], [2] * n, [0.0] * n, [0] * n)]) for n in lengths)
         data = Rollout(name, name, {}, segments, reward, RolloutStatus.COMPLETED)
         infos = tuple(map(SegmentInfo.of, segments))
         return RolloutSummary(name, name, reward, RolloutStatus.COMPLETED, {}, 1, infos, data, 0.0)
 
-    batch = RolloutBatch((summary("a", 2, 1.0), summary("b", 1, 4.0)), (0, 1))
+    batch = RolloutBatch((summary("a", [1, 1], 1.0), summary("b", [2], 7.0), summary("c", [1], 6.0)), (0, 0, 1))
     rows = with_advantages(batch.train_rows(), batch.for_estimator(RewardConfig()).rewards)
     (plan,) = plan_window(rows, 1, max_tokens=100)
     (chunk,) = plan.micro_batches
@@ -294,9 +295,9 @@ def test_a_rollout_of_several_segments_is_as_many_sequences_and_one_prompt():
     }
     assert losses == pytest.approx(
         {
-            "token-mean": -(1 + 1 + 4) / 3,
-            "seq-mean-token-mean": -(1 + 1 + 4) / 3,
-            "seq-mean-token-sum": -(1 + 1 + 4) / 3 / 2.0,
-            "prompt-mean-token-mean": -(1 + 4) / 2,
+            "token-mean": -(1 + 1 + 7 + 7 + 6) / 5,
+            "seq-mean-token-mean": -(1 + 1 + 7 + 6) / 4,
+            "seq-mean-token-sum": -(1 + 1 + 7 + 7 + 6) / 4 / 2.0,
+            "prompt-mean-token-mean": -((1 + 1 + 7 + 7) / 4 + 6) / 2,
         }
     )

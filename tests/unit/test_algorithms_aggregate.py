@@ -11,7 +11,7 @@ from molt_core.algorithms.aggregate import MODES, Totals, aggregate
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0], [99.0, 99.0, 99.0], [5.0, 99.0, 7.0]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 0, 1]]).bool()
 TOTALS = Totals(tokens=6, sequences=3, prompts=2)
-ROW_WEIGHTS = torch.tensor([0.5, 0.5, 1.0, 1.0])
+ROW_WEIGHTS = torch.tensor([1 / 4, 1 / 4, 0.0, 1 / 2])
 
 
 def share(rows, mode, norm=None):
@@ -25,7 +25,7 @@ def share(rows, mode, norm=None):
         ("token-mean", 22 / 6),  # (1+2+3 + 4 + 5+7) / 6
         ("seq-mean-token-mean", (2 + 4 + 6) / 3),
         ("seq-mean-token-sum", (6 + 4 + 12) / 3),
-        ("prompt-mean-token-mean", ((2 + 4) / 2 + 6) / 2),
+        ("prompt-mean-token-mean", ((1 + 2 + 3 + 4) / 4 + (5 + 7) / 2) / 2),
     ],
 )
 def test_each_mode_gives_the_value_of_its_formula(mode, expected):

@@ -65,7 +65,7 @@ def test_a_window_counts_its_tokens_sequences_and_prompts_once_for_all_ranks():
     plans = plan_window(rows, 2, max_tokens=100)
     assert {(p.tokens, p.sequences, p.prompts) for p in plans} == {(9, 3, 2)}
     weights = {item.row.num_actions: item.weight for p in plans for chunk in p.micro_batches for item in chunk}
-    assert weights == {3: 0.5, 2: 0.5, 4: 1.0}
+    assert weights == {3: 1 / 5, 2: 1 / 5, 4: 1 / 4}
 
 
 def test_rows_without_an_action_token_are_not_trained():
