@@ -212,7 +212,7 @@ class Batch:
         import torch
 
         mean = self._group_sum(self.rewards)[self.groups] / self.group_size()
-        low, high = self._group_range()
+        low, high = self.group_range()
         return torch.where(low == high, low, mean.float())
 
     def leave_one_out(self) -> Tensor:
@@ -224,7 +224,7 @@ class Batch:
 
         size = self.group_size()
         others = (self._group_sum(self.rewards)[self.groups] - self.rewards.double()) / (size - 1).clamp(min=1)
-        low, high = self._group_range()
+        low, high = self.group_range()
         return torch.where(size <= 1, 0.0, torch.where(low == high, low, others.float()))
 
     def group_std(self) -> Tensor:
@@ -234,11 +234,11 @@ class Batch:
         mean = self._group_sum(self.rewards)[self.groups] / self.group_size()
         squares = self._group_sum((self.rewards.double() - mean) ** 2)[self.groups]
         std = (squares / (self.group_size() - 1).clamp(min=1)).sqrt().float()
-        low, high = self._group_range()
+        low, high = self.group_range()
         return torch.where(low == high, torch.zeros_like(std), std)
 
-    def _group_range(self) -> tuple[Tensor, Tensor]:
-        """Smallest and largest scored reward of each rollout's group, (R,) each."""
+    def group_range(self) -> tuple[Tensor, Tensor]:
+        """Smallest and largest scored reward of each rollout's group, (R,) each; inf and -inf without any."""
         import torch
 
         num_groups = int(self.groups.max()) + 1 if len(self.groups) else 0

@@ -86,10 +86,20 @@ def test_equal_rewards_give_exactly_zero(cls, count):
     assert make(cls).advantages(batch([0.35] * count, [0] * count)).tolist() == [0.0] * count
 
 
-@pytest.mark.parametrize("cls", [DrGrpo, Grpo, Rloo])
+@pytest.mark.parametrize("cls", GROUP_ESTIMATORS)
 def test_an_equal_group_beside_another_gives_exactly_zero(cls):
-    got = make(cls).advantages(batch([0.35, 1.0, 0.35, 0.0, 0.35], [0, 1, 0, 1, 0]))
+    # Rollouts of one and two tokens, so that the mean over the tokens of the other group is not 0.
+    mask = [[1, 1], [1, 1], [1, 0], [1, 0], [1, 1]]
+    got = make(cls).advantages(batch([0.35, 1.0, 0.35, 0.0, 0.35], [0, 1, 0, 1, 0], mask=mask))
     assert got[[0, 2, 4]].tolist() == [0.0] * 3
+
+
+def test_an_equal_group_changes_no_whitening():
+    mask = [[1, 1], [1, 0], [1, 1]]
+    got = make(ReinforceBaseline).advantages(batch([1.0, 0.0, 0.35], [0, 0, 1], mask=mask))
+    more = make(ReinforceBaseline).advantages(batch([1.0, 0.0, 0.35, 0.35], [0, 0, 1, 1], mask=[*mask, [1, 1]]))
+    without = make(ReinforceBaseline).advantages(batch([1.0, 0.0], [0, 0], mask=mask[:2]))
+    assert got[:2].tolist() == more[:2].tolist() == without.tolist()
 
 
 @pytest.mark.parametrize("cls", [*GROUP_ESTIMATORS, FlashReinforce])

@@ -3,7 +3,7 @@
 r is the reward; n, mean and std are the size, mean and sample standard deviation of the rollout's group, over its
 scored rollouts only. A rollout without a score gets 0 and influences no other. Nor does a group of one: there is
 nothing to compare it with, so its advantage is 0 (in ``rloo``, whose baseline is then empty, its reward).
-A group of equal rewards gives exactly 0 (before whitening).
+A group of equal rewards gives exactly 0.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ class Rloo(_GroupEstimator):
 class ReinforceBaseline(_GroupEstimator):
     """r - mean, whitened over the action tokens of the batch. Source: arXiv 2501.03262.
 
-    Whitening: A' = (A - μ) / σ with mean and population standard deviation over all action tokens of rollouts that were
-    compared. μ is not 0 when rollouts differ in length, so a group of equal rewards then gets -μ / σ; ``no_whiten``
-    leaves r - mean as it is.
+    Whitening: A' = (A - μ) / σ with mean and population standard deviation over all action tokens of groups whose
+    rewards differ; the other groups have nothing to compare and keep their 0. ``no_whiten`` leaves r - mean as it is.
     """
 
     class Config(BaseModel, extra="forbid", frozen=True):
@@ -88,8 +87,8 @@ class ReinforceBaseline(_GroupEstimator):
         advantages = batch.rewards - batch.group_mean()
         if self.config.no_whiten:
             return advantages
-        compared = batch.scored & (batch.group_size() > 1)
-        return whiten(advantages, torch.where(compared, batch.num_actions(), 0))
+        low, high = batch.group_range()
+        return whiten(advantages, torch.where(batch.scored & (low < high), batch.num_actions(), 0))
 
 
 class FlashReinforce(Estimator):
