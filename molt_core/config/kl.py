@@ -45,6 +45,8 @@ def kl_problems(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
     """What cannot work, or would have no effect; one sentence each, with what to change."""
     kl, plan, name = config.algo.kl, KlPlan.of(config, needs), config.algo.advantage.estimator
     if needs.reference:
+        if config.ref.model_name_or_path in (None, config.actor.model_name_or_path):
+            yield f"estimator {name} needs a teacher: set --ref.model_name_or_path to another model"
         if plan.use == "loss":
             yield f"estimator {name} takes the KL as its reward: leave --algo.kl.use_loss out"
         if kl.ref == "rollout":

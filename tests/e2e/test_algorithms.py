@@ -76,10 +76,11 @@ def needs_of(values: Values) -> Any:
     return PLUGINS.resolve("estimator", values[0]).needs
 
 
-def config_of(values: Values, model: str = "m", prompts: str = "p", env: str = "e") -> RLConfig:
+def config_of(values: Values, model: str = "m", teacher: str = "t", prompts: str = "p", env: str = "e") -> RLConfig:
     """Strictly on-policy steps of 8 rollouts, in one window or two."""
     estimator, loss, mode, correction, kl, windows = values
     samples = min(4, needs_of(values).max_samples or 4)
+    has_reference = needs_of(values).reference or kl in ("kl-loss", "kl-reward")
     return RLConfig.model_validate(
         {
             "device": "cpu",
@@ -88,6 +89,7 @@ def config_of(values: Values, model: str = "m", prompts: str = "p", env: str = "
                 "adam": {"lr": 1e-3},
             },
             "critic": {"adam": {"lr": 1e-3}} if needs_of(values).values else {},
+            "ref": {"model_name_or_path": teacher} if has_reference else {},
             "data": {"prompt_dataset": prompts, "max_len": 48},
             "env": {"name": env},
             "algo": {"advantage": {"estimator": estimator, **CORRECTIONS[correction]}, "kl": KLS[kl]},
@@ -145,12 +147,14 @@ class Stage:
     """Ray, an engine, a runner and a training group with a reference model and a critic, for all runs."""
 
     def __init__(self, folder: Any) -> None:
-        make_tiny_checkpoint(folder / "model", hidden_size=32, layers=2, intermediate=64)
+        for seed, name in enumerate(("model", "teacher")):
+            make_tiny_checkpoint(folder / name, seed=seed, hidden_size=32, layers=2, intermediate=64)
         (folder / "env.py").write_text(ENV)
         rows = [{"question": f"{i}?"} for i in range(8)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.paths = {
             "model": str(folder / "model"),
+            "teacher": str(folder / "teacher"),
             "prompts": str(folder / "prompts.jsonl"),
             "env": f"{folder}/env.py:Digits",
         }

@@ -50,6 +50,10 @@ REFUSED = {
         "set --algo.kl.use_loss, or --algo.kl.ref reference",
         Needs(token_kl=True),
     ),
+    "distilling without a teacher": Case({}, "needs a teacher: set --ref.model_name_or_path to another", DISTILL),
+    "distilling from the student": Case(
+        {"ref__model_name_or_path": "m", "actor__model_name_or_path": "m"}, "needs a teacher", DISTILL
+    ),
     "KL as a loss for a distilling estimator": Case({"algo__kl__use_loss": True}, "leave --algo.kl.use_loss", DISTILL),
     "distilling from the rollout policy": Case({"algo__kl__ref": "rollout"}, "--algo.kl.ref reference", DISTILL),
     "distilling with k3": Case({"algo__kl__estimator": "k3"}, "leave --algo.kl.estimator out", DISTILL),

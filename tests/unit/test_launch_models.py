@@ -59,7 +59,10 @@ def test_the_critic_starts_from_the_actor_unless_it_has_a_checkpoint_of_its_own(
     ("sections", "says"),
     [
         ({}, "environment single-turn gives no reward, which estimator reinforce_baseline needs: set --env.name"),
-        ({"algo": DISTILL, "prompts": "texts.jsonl"}, "no column 'messages' or 'prompt' or 'question'"),
+        (
+            {"algo": DISTILL, "prompts": "texts.jsonl", "ref": {"model_name_or_path": "ref"}},
+            "no column 'messages' or 'prompt' or 'question'",
+        ),
         (
             {"algo": DISTILL, "ref": {"model_name_or_path": "other"}},
             "another vocabulary .*token '<tool>' has the id none",

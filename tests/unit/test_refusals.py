@@ -109,6 +109,10 @@ REFUSED = {
         ("--algo.kl.init_coef", "0.1", "--no-algo.kl.use_loss", EST, "grpo"),
         "so it would have no effect: set --algo.kl.use_loss",
     ),
+    "distilling without a teacher": (
+        (EST, "on_policy_distill"),
+        "needs a teacher: set --ref.model_name_or_path to another model",
+    ),
     "reference without a KL": (("--ref.model_name_or_path", "m"), "set --algo.kl.init_coef above 0"),
 }
 
