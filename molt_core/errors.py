@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this by changing what they wrote", and its nearest matches."""
+"""Exceptions whose messages are for users, and the nearest matches in them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ class ConfigError(ValueError):
 
     Raised before anything expensive starts. The command line prints it and exits with code 2.
     """
+
+
+class RunError(RuntimeError):
+    """A run cannot go on; the message says why. The command line prints it and exits with code 1."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

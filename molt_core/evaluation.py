@@ -28,10 +28,13 @@ class Evaluator:
             max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
         )
 
-    async def run(self, version: int) -> dict[str, float]:
-        """Metrics ``eval/*``: mean reward, pass@1 (mean over prompts of the mean), pass@n (of the maximum), lengths."""
+    async def run(self) -> dict[str, float]:
+        """Metrics ``eval/*``, every time of the same prompts with the same seeds.
+
+        Mean reward, pass@1 (mean over prompts of the mean), pass@n (of the maximum), lengths.
+        """
         groups = await self.dispatcher.run_all(
-            self.rows, prefix=f"eval{version}", num_samples=self.num_samples, sampling=self.sampling, seed=self.seed
+            self.rows, prefix="eval", num_samples=self.num_samples, sampling=self.sampling, seed=self.seed
         )
         rollouts = [r for group in groups for r in group.rollouts]
         scored = [r for r in rollouts if r.status.is_scored]

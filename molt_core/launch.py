@@ -39,9 +39,10 @@ from molt_core.rollout.engine import EngineSettings, RemoteEngine, start_engines
 from molt_core.rollout.generator import Generator, GeneratorSettings, GroupDispatcher
 from molt_core.rollout.refit import Refitter
 from molt_core.rollout.runner import RunnerSettings, start_runners
-from molt_core.run import RunDir, RunRecorder, make_trackers, read_state, resume_point
+from molt_core.run import RunDir, RunRecorder, make_trackers, resume_point
 from molt_core.training.checkpoints import CheckpointStore
 from molt_core.training.group import TrainGroup
+from molt_core.training.optimizers import check_schedule
 from molt_core.training.rows import ObjectiveSpec
 from molt_core.training.sft import num_sft_steps, run_sft
 
@@ -56,12 +57,26 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class TrainInputs:
-    """What the checks have read: prompts, held-out prompts, the device, the length of the run."""
+    """What the checks have read and found: prompts, device, length of the run, where it goes, what it resumes from."""
 
     rows: list[dict[str, Any]]
     eval_rows: list[dict[str, Any]]
     device: Device
     total_steps: int
+    run_dir: RunDir
+    checkpoint: Path | None
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SftInputs:
+    """The same for supervised fine-tuning."""
+
+    conversations: Conversations
+    device: Device
+    run_dir: RunDir
+    checkpoint: Path | None
+    state: dict[str, Any]
 
 
 def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
@@ -81,10 +96,13 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
             "--env.name to one that does, or --reward.name"
         )
     check_rl(config, estimator.needs)
-    check_model(config.actor.model_name_or_path, "actor.model_name_or_path")
+    trust = config.fsdp.trust_remote_code
+    check_model(config.actor.model_name_or_path, "actor.model_name_or_path", trust, config.data.max_len)
+    check_tokenizer(config.actor.model_name_or_path, "actor.model_name_or_path", trust)
+    check_schedule(config.actor.lr_scheduler)
     _check_reference(config, KlPlan.of(config, estimator.needs))
     if config.critic.model_name_or_path:
-        check_model(config.critic.model_name_or_path, "critic.model_name_or_path")
+        check_model(config.critic.model_name_or_path, "critic.model_name_or_path", trust)
 
     assert config.data.prompt_dataset is not None
     rows = read_rows(config.data.prompt_dataset, max_samples=config.data.max_samples, columns=env.columns)
@@ -98,7 +116,9 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
             f"--actor.freezing_steps {config.actor.freezing_steps} leaves none of the {total} steps for the actor: "
             "lower it, or raise --train.max_steps or --train.num_episodes"
         )
-    return TrainInputs(rows, eval_rows, resolve_device(config.device), total)
+    run_dir = RunDir("rl", config.logger, config.ckpt)
+    checkpoint, state = resume_point(run_dir, config.ckpt)
+    return TrainInputs(rows, eval_rows, resolve_device(config.device), total, run_dir, checkpoint, state)
 
 
 def _check_loss(config: RLConfig, plugins: Plugins) -> None:
@@ -126,7 +146,7 @@ def _check_reference(config: RLConfig, kl: KlPlan) -> None:
     actor = config.actor.model_name_or_path
     if kl.model is None or kl.model == actor:
         return
-    check_model(kl.model, "ref.model_name_or_path")
+    check_model(kl.model, "ref.model_name_or_path", config.fsdp.trust_remote_code)
     difference = vocabulary_difference(actor, kl.model, config.fsdp.trust_remote_code)
     if difference:
         raise ConfigError(
@@ -141,24 +161,36 @@ def loss_args(config: RLConfig) -> dict[str, Any]:
     return {**config.actor.loss_args, **{k: v for k, v in short.items() if v is not None}}
 
 
-def check_model(name: str, flag: str) -> None:
-    """The checkpoint is a folder with a config.json, or a name that the hub or its cache knows."""
+def check_model(name: str, flag: str, trust_remote_code: bool, max_len: int | None = None) -> None:
+    """The checkpoint is a folder with a configuration and weights, or a name that the hub or its cache knows.
+
+    ``max_len``: the context that it must have room for. Raises ConfigError.
+    """
     path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"--{flag}: {name} is a folder without a config.json; give a Hugging Face checkpoint")
-        return
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise ConfigError(f"--{flag}: there is no folder {name}; give the path of a Hugging Face checkpoint")
+    if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ConfigError(f"--{flag}: the folder {name} holds no weights; give a Hugging Face checkpoint")
     from transformers import AutoConfig
 
     try:
-        AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--{flag}: {name} is neither a folder nor a checkpoint that the Hugging Face hub knows; check the name "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+        what = "has no config.json that can be read" if path.is_dir() else "is no folder and the hub does not know it"
+        raise ConfigError(f"--{flag}: {name} {what}; check the name ({str(error).splitlines()[0]})") from error
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if max_len is not None and limit is not None and max_len > limit:
+        raise ConfigError(f"--data.max_len {max_len} is more than the {limit} positions of {name}: lower it")
+
+
+def check_tokenizer(name: str, flag: str, trust_remote_code: bool) -> None:
+    """The checkpoint's tokenizer makes tokens of text: where files are missing, transformers makes an empty one."""
+    try:
+        ids = load_tokenizer(name, trust_remote_code).encode("text", add_special_tokens=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--{flag}: the tokenizer of {name} cannot be loaded ({error})") from error
+    if not ids:
+        raise ConfigError(f"--{flag}: {name} has no tokenizer files; copy them there from the base model")
 
 
 def resolve_device(device: str) -> Device:
@@ -210,32 +242,34 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def check_sft(config: SFTConfig, plugins: Plugins) -> Conversations:
+def check_sft(config: SFTConfig, plugins: Plugins) -> SftInputs:
     """Check everything and read the conversations, before any process is started. Raises ConfigError."""
     check_sft_options(config)
     for tracker in config.logger.trackers:
         plugins.validate("tracker", tracker, config.logger.tracker_args.get(tracker, {}))
-    check_model(config.model.model_name_or_path, "model.model_name_or_path")
-    resolve_device(config.device)
-    tokenizer = load_tokenizer(config.model.model_name_or_path, config.fsdp.trust_remote_code)
+    model, trust = config.model.model_name_or_path, config.fsdp.trust_remote_code
+    check_model(model, "model.model_name_or_path", trust)
+    check_tokenizer(model, "model.model_name_or_path", trust)
+    check_schedule(config.model.lr_scheduler)
     assert config.data.dataset is not None
-    return read_conversations(
+    conversations = read_conversations(
         config.data.dataset,
-        plugins.create("chat-template", config.data.chat_template, {}, tokenizer=tokenizer),
+        plugins.create("chat-template", config.data.chat_template, {}, tokenizer=load_tokenizer(model, trust)),
         max_len=config.data.max_len,
         messages_key=config.data.messages_key,
         max_samples=config.data.max_samples,
         last_turn_only=config.data.train_on_last_turn_only,
     )
-
-
-def sft(config: SFTConfig, plugins: Plugins, conversations: Conversations) -> None:
-    """Supervised fine-tuning, to the final export."""
     run_dir = RunDir("sft", config.logger, config.ckpt)
+    checkpoint, state = resume_point(run_dir, config.ckpt)
+    return SftInputs(conversations, resolve_device(config.device), run_dir, checkpoint, state)
+
+
+def sft(config: SFTConfig, plugins: Plugins, inputs: SftInputs) -> None:
+    """Supervised fine-tuning, to the final export."""
+    run_dir, checkpoint, segments = inputs.run_dir, inputs.checkpoint, inputs.conversations.segments
     store = CheckpointStore(run_dir.checkpoints, config.ckpt.max_num)
-    checkpoint = resume_point(store, config.ckpt.load_enable)
-    state = read_state(checkpoint) if checkpoint else None
-    start, total = (state["step"] if state else 0), num_sft_steps(len(conversations.segments), config.train)
+    start, total = inputs.state.get("step", 0), num_sft_steps(len(segments), config.train)
     run_dir.save_config(config)
     plugins.hook.molt_configure(config=config)
     recorder = RunRecorder(
@@ -251,7 +285,7 @@ def sft(config: SFTConfig, plugins: Plugins, conversations: Conversations) -> No
         trainer = TrainGroup.start(
             config.model,
             config.fsdp,
-            device=resolve_device(config.device),
+            device=inputs.device,
             seed=config.train.seed,
             cpu_threads=config.train.cpu_threads,
             num_optimizer_steps=total,
@@ -264,12 +298,12 @@ def sft(config: SFTConfig, plugins: Plugins, conversations: Conversations) -> No
             logger.info("resumed from %s", checkpoint)
 
         def on_step(step: int, metrics: Any, position: dict[str, Any]) -> None:
-            if recorder.wants_checkpoint(step):
-                recorder.save(step, trainer, position)
             recorder.log_step(step, metrics)
+            if recorder.wants_checkpoint(step) or (step == total and recorder.wants_last_checkpoint(step)):
+                recorder.save(step, trainer, position)
 
         with recorder.open(config, resumed_step=start):
-            run_sft(conversations.segments, trainer, config.train, on_step=on_step, state=state)
+            run_sft(segments, trainer, config.train, on_step=on_step, state=inputs.state or None)
         if not config.ckpt.disable_final_save:
             trainer.export_hf(run_dir.hf)
             logger.info("the fine-tuned model is in %s", run_dir.hf)
@@ -277,20 +311,25 @@ def sft(config: SFTConfig, plugins: Plugins, conversations: Conversations) -> No
 
 def train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> None:
     """Reinforcement learning, to the final export."""
+    inputs.run_dir.save_config(config)
+    plugins.hook.molt_configure(config=config)
     with interruptible(), ray_session(config.train.ray_address):
         asyncio.run(_train(config, plugins, inputs))
 
 
 async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> None:
     """Start the actors, run the loop, export the model."""
-    run_dir = RunDir("rl", config.logger, config.ckpt)
+    run_dir, checkpoint = inputs.run_dir, inputs.checkpoint
     store = CheckpointStore(run_dir.checkpoints, config.ckpt.max_num)
-    checkpoint = resume_point(store, config.ckpt.load_enable)
-    run_dir.save_config(config)
-    plugins.hook.molt_configure(config=config)
     advantage = config.algo.advantage
     estimator = cast("Estimator", plugins.create("estimator", advantage.estimator, advantage.args))
 
+    cursor = PromptCursor(
+        len(inputs.rows),
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+        num_episodes=config.train.num_episodes,
+    )
     async with AsyncExitStack() as stack:
         engines = start_engines(engine_settings(config, inputs.device), config.vllm.num_engines)
         stack.push_async_callback(stop_engines, engines)
@@ -301,25 +340,17 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
 
         refitter = Refitter(engines, trainer.weights)
         learner = Learner(config, estimator, trainer)
-        state: dict[str, Any] = {"step": 0}
+        step = inputs.state.get("step", 0)
         if checkpoint is not None:
-            state = await run_blocking(trainer.load, checkpoint)
-            learner.load(state["learner"])
-            await refitter.refit(learner.version(state["step"]))
+            await run_blocking(trainer.load, checkpoint)
+            learner.load(inputs.state["learner"])
+            await refitter.refit(learner.version(step))
             logger.info("resumed from %s", checkpoint)
-        step = state["step"]
-
-        cursor = PromptCursor(
-            len(inputs.rows),
-            seed=config.train.seed,
-            shuffle=config.data.shuffle,
-            num_episodes=config.train.num_episodes,
-        )
         dispatcher = GroupDispatcher(runners)
         settings = GeneratorSettings.from_config(config, estimator.needs.min_samples)
         generator = Generator(inputs.rows, cursor, dispatcher, settings, version=learner.version(step))
         if checkpoint is not None:
-            generator.load(state["generator"])
+            generator.load(inputs.state["generator"])
         recorder = _recorder(config, plugins, run_dir, store, inputs.total_steps, step)
         evaluator = Evaluator(inputs.eval_rows, dispatcher, config) if inputs.eval_rows else None
         parts = Parts(generator, trainer, refitter, learner, evaluator, recorder)

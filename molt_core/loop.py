@@ -44,10 +44,11 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
     """
     version = parts.learner.version(step)
     if parts.evaluator and config.eval.at_start and step == 0:
-        parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
+        parts.recorder.log_eval(step, await parts.evaluator.run())
 
+    first_step, saved = step, 0.0
     while step < total_steps:
-        timer = Timer()
+        timer = Timer({"checkpoint": saved})
         with timer("wait_rollouts"):
             generated = await parts.generator.next_batch()
         if generated is None:
@@ -65,16 +66,24 @@ async def train(config: RLConfig, parts: Parts, step: int, total_steps: int) -> 
                 await parts.refitter.refit(version)
         parts.generator.policy_updated(version)
 
-        if parts.recorder.wants_checkpoint(step):
-            with timer("checkpoint"):
-                state = {"step": step, "generator": parts.generator.state(), "learner": parts.learner.state()}
-                await run_blocking(parts.recorder.save, step, parts.trainer, state)
+        # Logged first: a run that is killed while it saves logs this step again.
         parts.recorder.log_step(step, values | timer.metrics(batch), batch)
+        saved = await _save(parts, step) if parts.recorder.wants_checkpoint(step) else 0.0
         if parts.evaluator and config.eval.steps > 0 and step % config.eval.steps == 0:
-            parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
+            parts.recorder.log_eval(step, await parts.evaluator.run())
 
+    if step > first_step and parts.recorder.wants_last_checkpoint(step):
+        await _save(parts, step)
     if parts.evaluator and config.eval.at_end and not (config.eval.steps > 0 and step % config.eval.steps == 0):
-        parts.recorder.log_eval(step, await parts.evaluator.run(version=step))
+        parts.recorder.log_eval(step, await parts.evaluator.run())
+
+
+async def _save(parts: Parts, step: int) -> float:
+    """A checkpoint that goes on right behind ``step``; returns the seconds it took."""
+    began = time.monotonic()
+    state = {"step": step, "generator": parts.generator.state(), "learner": parts.learner.state()}
+    await run_blocking(parts.recorder.save, step, parts.trainer, state)
+    return time.monotonic() - began
 
 
 def _metrics(
@@ -108,12 +117,14 @@ class Timer:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
 
     def metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """``timing/*`` in seconds; throughput counts sampled tokens that were trained, per second of the whole step."""
+        """``timing/*`` in seconds (the checkpoint is that of the step before), and the throughput.
+
+        Throughput counts sampled tokens that were trained, per second of the whole step.
+        """
         total = time.monotonic() - self.began
         sampled = sum(r.num_actions for r in batch.rollouts)
         return {
             **{f"timing/{phase}": value for phase, value in self.seconds.items()},
-            "timing/checkpoint": self.seconds.get("checkpoint", 0.0),
             "timing/step": total,
             "throughput/tokens_per_second": sampled / total,
         }

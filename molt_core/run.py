@@ -22,6 +22,7 @@ from molt_core.training.checkpoints import CheckpointStore
 
 if TYPE_CHECKING:
     from molt_core.batches import RolloutBatch
+    from molt_core.config import RLConfig, SFTConfig
     from molt_core.config.shared import CheckpointConfig, LoggerConfig
     from molt_core.contract import Rollout
     from molt_core.plugins import Plugins
@@ -37,14 +38,21 @@ class RunDir:
 
     def __init__(self, program: str, config: LoggerConfig, ckpt: CheckpointConfig) -> None:
         name = config.run_name or f"{program}_{time.strftime('%m%d_%H%M%S')}"
+        self.program = program
         self.path = config.run_dir or Path("runs") / name
+        self.has_name = bool(config.run_dir or config.run_name or ckpt.path)
         self.checkpoints = ckpt.path or self.path / "checkpoints"
         self.hf = ckpt.output_dir or self.path / "hf"
 
-    def save_config(self, config: BaseModel) -> None:
-        """Write the resolved configuration; ``--config`` reads it back."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    def save_config(self, config: RLConfig | SFTConfig) -> None:
+        """Write the resolved configuration, this folder included; ``--config`` reads it back."""
+        logger_section = config.logger.model_copy(update={"run_dir": self.path})
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            text = dump_toml(config.model_copy(update={"logger": logger_section}))
+            (self.path / "config.toml").write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the run's folder cannot be written ({error}); give another --logger.run_dir") from error
 
 
 class RunRecorder:
@@ -67,6 +75,7 @@ class RunRecorder:
         self.ckpt, self.config, self.fetch, self.on_step = ckpt, config, fetch, on_step
         self.evals: list[dict[str, float]] = []
         self.rewards: list[float] = []
+        self.last_step = progress.start
 
     @contextmanager
     def open(self, config: BaseModel, resumed_step: int) -> Iterator[RunRecorder]:
@@ -82,6 +91,7 @@ class RunRecorder:
     def log_step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch | None = None) -> None:
         """Metrics, sampled rollouts, progress and the plugins' step hook for one finished step."""
         values = {"step": step, **metrics}
+        self.last_step = step
         if step % self.config.logging_steps == 0:
             self._each_tracker(lambda t: t.log(step, values))
         if batch is not None and self.config.num_rollouts:
@@ -95,17 +105,21 @@ class RunRecorder:
     def log_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of an evaluation of the policy after ``step`` steps."""
         self.evals.append({"step": step, **metrics})
-        self._each_tracker(lambda t: t.log(step, {"step": step, **metrics}))
+        self._each_tracker(lambda t: t.log_eval(step, {"step": step, **metrics}))
         reward = metrics.get("eval/reward_mean", float("nan"))
         logger.info("evaluation after step %d: mean reward %.3f", step, reward)
 
     def wants_checkpoint(self, step: int) -> bool:
         return self.ckpt.save_steps > 0 and step % self.ckpt.save_steps == 0
 
+    def wants_last_checkpoint(self, step: int) -> bool:
+        """Whether the end of a run that makes checkpoints is still to be saved."""
+        return self.ckpt.save_steps > 0 and not self.wants_checkpoint(step)
+
     def save(self, step: int, trainer: TrainGroup, state: Mapping[str, Any]) -> None:
         """A resumable checkpoint; complete or absent, never half."""
         folder = self.store.begin(step)
-        trainer.save(folder, dict(state))
+        trainer.save(folder, {"program": self.run_dir.program, **state})
         if self.ckpt.save_hf:
             trainer.export_hf(folder / "hf")
         self.store.commit(step)
@@ -113,7 +127,8 @@ class RunRecorder:
 
     def print_summary(self) -> None:
         """What the run did and where everything is, as a table on standard output."""
-        table = Table(title=f"{self.progress.total} steps" if self.rewards else "no step was run")
+        resumed = f" (resumed after {self.progress.start})" if self.progress.start else ""
+        table = Table(title=f"{self.last_step} steps{resumed}" if self.rewards else "no step was run")
         for column in ("", "first", "last"):
             table.add_column(column)
         tenth = max(len(self.rewards) // 10, 1)
@@ -161,20 +176,37 @@ def make_trackers(plugins: Plugins, config: LoggerConfig) -> dict[str, Tracker]:
     return {name: cast("Tracker", plugins.create("tracker", name, config.tracker_args.get(name, {}))) for name in names}
 
 
-def resume_point(store: CheckpointStore, load_enable: bool) -> Path | None:
-    """The checkpoint to resume from, or None for a fresh start.
+def resume_point(run_dir: RunDir, ckpt: CheckpointConfig) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from with its state, or (None, {}) for a fresh start. Starts and changes nothing.
 
-    Raises ConfigError where resuming was asked for and only incomplete checkpoints are there.
+    Raises ConfigError where it is not clear which is meant: resuming a run without a name, from incomplete checkpoints
+    or from another program's; and a fresh start in a folder that holds checkpoints.
     """
-    if not load_enable:
-        return None
+    store = CheckpointStore(run_dir.checkpoints, ckpt.max_num)
     newest = store.latest()
+    if not ckpt.load_enable:
+        if newest is not None:
+            raise ConfigError(
+                f"{store.root} holds checkpoints of an earlier run: resume it with --ckpt.load_enable, "
+                "or give another --logger.run_dir"
+            )
+        return None, {}
+    if not run_dir.has_name:
+        raise ConfigError("--ckpt.load_enable needs to know which run: give --logger.run_dir or --ckpt.path")
     if newest is None and store.root.is_dir() and any(store.root.iterdir()):
         raise ConfigError(
             f"ckpt.load_enable is on, but {store.root} holds no complete checkpoint; "
             "give another --ckpt.path, or empty the folder to start afresh"
         )
-    return newest
+    if newest is None:
+        logger.warning("nothing to resume in %s: starting afresh", store.root)
+        return None, {}
+    state = read_state(newest)
+    if state.get("program") != run_dir.program:
+        raise ConfigError(
+            f"{newest} was written by {state.get('program')!r}, not by {run_dir.program!r}: give another --ckpt.path"
+        )
+    return newest, state
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -24,6 +24,10 @@ class Tracker(Component):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
 
+    def log_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation of the policy after ``step`` steps, 0 before the first."""
+        self.log(step, metrics)
+
     def log_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Record sampled rollouts: plain data with text, ids, log-probs, mask, reward and status."""
 

@@ -63,9 +63,11 @@ def _molt(*args: str) -> None:
 
 def _report(out: Path, seconds: float) -> None:
     """The table and the plot, read from what the run wrote."""
-    lines = [json.loads(line) for line in (out / "rl/metrics.jsonl").read_text().splitlines()]
-    steps = [x for x in lines if "rollout/reward_mean" in x]
-    evals = [x["eval/reward_mean"] for x in lines if "eval/reward_mean" in x]
+    steps, evaluations = (
+        [json.loads(line) for line in (out / "rl" / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "eval.jsonl")
+    )
+    evals = [x["eval/reward_mean"] for x in evaluations]
     rewards = [x["rollout/reward_mean"] for x in steps]
     tenth = max(len(rewards) // 10, 1)
     _plot([x["step"] for x in steps], rewards, out / "reward.png")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import molt_core
-from molt_core.errors import ConfigError, did_you_mean
+from molt_core.errors import ConfigError, RunError, did_you_mean
 from molt_core.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -105,13 +105,17 @@ def make_cli() -> click.Group:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run ``molt``; the exit code. What the user can fix is one line on stderr and code 2."""
+    """Run ``molt``; the exit code. What the user can fix is one line on stderr and code 2; a failed run is code 1."""
     setup_logging()
     try:
         result: Any = make_cli().main(args, prog_name="molt", standalone_mode=False)
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
+    except RunError as error:
+        logger.debug("the run failed", exc_info=True)
+        click.echo(f"Error: {error}", err=True)
+        return 1
     except click.NoSuchOption as error:
         click.echo(f"Error: {_no_such_option(error)}", err=True)
         return 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from molt_core.errors import ConfigError
+from molt_core.errors import ConfigError, RunError
 
 
-class ActorDiedError(RuntimeError):
+class ActorDiedError(RunError):
     """A process of the run is gone; the run has to stop."""
 
 
@@ -20,7 +20,7 @@ class RunnerDiedError(ActorDiedError):
     """A runner process is gone."""
 
 
-class WeightsIncompleteError(RuntimeError):
+class WeightsIncompleteError(RunError):
     """After a refit some parameter still has its old value, or some tensor that was sent has no place."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from molt_core.config.rl import CriticConfig
 from molt_core.config.shared import FsdpConfig, ModelConfig
-from molt_core.errors import ConfigError
+from molt_core.errors import ConfigError, RunError
 from molt_core.plugins import PluginSpec
 from molt_core.training.packing import partition, plan_window
 from molt_core.training.rows import ObjectiveSpec, TrainRow, WeightedRow, WindowPlan
@@ -28,7 +28,7 @@ logger = logging.getLogger("molt")
 _PLACEMENT_SECONDS = 300.0
 
 
-class TrainingError(RuntimeError):
+class TrainingError(RunError):
     """A training rank failed; the group cannot go on and should be closed."""
 
 

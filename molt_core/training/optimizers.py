@@ -31,6 +31,15 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: AdamConfig) -> O
     )
 
 
+def check_schedule(name: str) -> None:
+    """Raises ConfigError for a schedule that does not exist or needs more than a step count."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    known = sorted(kind.value for kind in TYPE_TO_SCHEDULER_FUNCTION if kind.value not in _NEED_A_METRIC)
+    if name not in known:
+        raise ConfigError(f"lr_scheduler {name!r} is not usable here; write one of {', '.join(known)}")
+
+
 def build_scheduler(optimizer: Optimizer, config: TrainedModelConfig, num_steps: int) -> LRScheduler:
     """The Hugging Face schedule of that name over ``num_steps`` optimizer steps. Raises ConfigError for a bad name.
 
@@ -40,10 +49,8 @@ def build_scheduler(optimizer: Optimizer, config: TrainedModelConfig, num_steps:
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
     from transformers.trainer_utils import SchedulerType
 
-    known = sorted(kind.value for kind in TYPE_TO_SCHEDULER_FUNCTION if kind.value not in _NEED_A_METRIC)
     name = config.lr_scheduler
-    if name not in known:
-        raise ConfigError(f"lr_scheduler {name!r} is not usable here; write one of {', '.join(known)}")
+    check_schedule(name)
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     accepts = inspect.signature(function).parameters
     warmup = math.ceil(num_steps * config.lr_warmup_ratio)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from molt_core.training.mesh import Rank
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("molt")
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE, _EXTRA = "training.json", "state.json"
-_SCHEDULE = ("last_epoch", "base_lrs", "_last_lr", "_step_count")
+_SCHEDULE = ("last_epoch", "_step_count")
 _TABLE_OF_CONTENTS = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
@@ -110,7 +110,11 @@ def load_model(directory: Path, model: nn.Module, optimizer: Optimizer, schedule
     moments = get_optimizer_state_dict(model, optimizer, options=_FLAT) | tensors["optimizer"]
     set_optimizer_state_dict(model, optimizer, moments, options=_FLAT)
     scheduler.load_state_dict({**scheduler.state_dict(), **state["scheduler"]})
-    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+    # The place in the schedule is the checkpoint's, the rates are the configuration's.
+    assert isinstance(scheduler, LambdaLR), "every schedule of build_scheduler is a factor of the base rate"
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    for group, lr in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
         group["lr"] = lr
     return int(state["world"])
 

@@ -33,9 +33,8 @@ def run(*args: object, cwd: Path, timeout: float = 400) -> str:
 
 
 def steps(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl that belong to training steps."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [x for x in map(json.loads, lines) if "rollout/reward_mean" in x]
+    """The objects of metrics.jsonl, one per training step."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 300) -> None:

@@ -28,6 +28,7 @@ from molt_core.rollout.engine import start_engines
 from molt_core.rollout.generator import Generator, GeneratorSettings, GroupDispatcher
 from molt_core.rollout.refit import Refitter
 from molt_core.rollout.runner import RunnerSettings, start_runners
+from molt_core.run import RunDir
 from molt_core.testing.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -139,6 +140,9 @@ class Notes:
     def wants_checkpoint(self, step: int) -> bool:
         return False
 
+    def wants_last_checkpoint(self, step: int) -> bool:
+        return False
+
     def log_step(self, step: int, metrics: dict[str, float], batch: Any) -> None:
         self.steps.append({"step": step, **metrics})
 
@@ -166,7 +170,7 @@ class Stage:
         needs = needs_of(values)
         self.engines = start_engines(launch.engine_settings(config, "cpu"), 1)
         self.runners = start_runners(RunnerSettings.from_config(config, PLUGINS.spec), self.engines, 1)
-        inputs = launch.TrainInputs([], [], "cpu", 1000)
+        inputs = launch.TrainInputs([], [], "cpu", 1000, RunDir("rl", config.logger, config.ckpt), None, {})
         self.trainer = await asyncio.to_thread(launch.start_trainer, config, PLUGINS, inputs, needs)
         await asyncio.gather(*(e.check_health() for e in self.engines), *(r.ready() for r in self.runners))
         self.refitter = Refitter(self.engines, self.trainer.weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from molt_core.cli import main
+from molt_core.testing.tiny import make_tiny_checkpoint
 
 EST, LEVEL, MODE = (
     "--algo.advantage.estimator",
@@ -133,13 +134,17 @@ ACCEPTED = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), hidden_size=32, layers=1, intermediate=32)
+
+
 @pytest.fixture
-def launch(tmp_path, capsys):
+def launch(model, tmp_path, capsys):
     """Runs `molt train --dry-run` on a checkpoint and a prompt; the exit code, and what it says on stderr."""
-    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     base = ["train", "--dry-run", "--device", "cpu", "--env.name", "arithmetic"]
-    base += ["--actor.model_name_or_path", str(tmp_path), "--data.prompt_dataset", f"{tmp_path}/prompts.jsonl"]
+    base += ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", f"{tmp_path}/prompts.jsonl"]
 
     def run(args):
         return main([*base, *args]), capsys.readouterr().err

@@ -29,6 +29,9 @@ class Memory(Tracker):
     def log(self, step, metrics):
         self.calls.append(("log", step, dict(metrics)))
 
+    def log_eval(self, step, metrics):
+        self.calls.append(("eval", step, dict(metrics)))
+
     def log_rollouts(self, step, rollouts):
         self.calls.append(("rollouts", step, list(rollouts)))
 
@@ -77,25 +80,71 @@ def test_sampled_rollouts_carry_ids_mask_and_logprobs_and_are_spread_over_the_ba
     assert json.dumps(samples)
 
 
-def test_checkpoints_are_wanted_every_save_steps(tmp_path):
+def test_checkpoints_are_wanted_every_save_steps_and_at_the_end(tmp_path):
     run = recorder(tmp_path, {})
     assert [step for step in range(1, 7) if run.wants_checkpoint(step)] == [2, 4, 6]
+    assert run.wants_last_checkpoint(5)
+    assert not run.wants_last_checkpoint(6)
 
 
-def test_a_fresh_start_is_a_choice_when_only_incomplete_checkpoints_are_there(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", 2)
-    assert resume_point(store, load_enable=True) is None
+def test_evaluations_are_apart_from_steps(tmp_path):
+    memory = Memory()
+    run = recorder(tmp_path, {"memory": memory})
+    with run.open(RLConfig(), resumed_step=0):
+        run.log_eval(0, {"eval/reward_mean": 0.25})
+    assert memory.calls[1] == ("eval", 0, {"step": 0, "eval/reward_mean": 0.25})
+
+
+def save_checkpoint(root, step, program):
+    store = CheckpointStore(root, 2)
+    (store.begin(step) / "state.json").write_text(json.dumps({"program": program, "step": step}))
+    store.commit(step)
+
+
+def point(tmp_path, load_enable, **options):
+    logger, ckpt = LoggerConfig(run_dir=tmp_path, **options), CheckpointConfig(load_enable=load_enable)
+    return resume_point(RunDir("rl", logger, ckpt), ckpt)
+
+
+def test_a_run_resumes_from_the_newest_checkpoint_of_its_own_program(tmp_path):
+    save_checkpoint(tmp_path / "checkpoints", 2, "rl")
+    save_checkpoint(tmp_path / "checkpoints", 10, "rl")
+    assert point(tmp_path, True) == (tmp_path / "checkpoints/step_10", {"program": "rl", "step": 10})
+    save_checkpoint(tmp_path / "checkpoints", 11, "sft")
+    with pytest.raises(ConfigError, match="'sft'"):
+        point(tmp_path, True)
+
+
+def test_a_fresh_run_into_a_folder_with_checkpoints_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "checkpoints", 2, "rl")
+    with pytest.raises(ConfigError, match=r"--ckpt\.load_enable"):
+        point(tmp_path, False)
+
+
+def test_resuming_starts_afresh_with_a_warning_only_where_there_is_nothing_at_all(tmp_path, caplog):
+    assert point(tmp_path, True) == (None, {})
+    assert "starting afresh" in caplog.text
     (tmp_path / "checkpoints/step_2").mkdir(parents=True)
-    assert resume_point(store, load_enable=False) is None
+    assert point(tmp_path, False) == (None, {})
     with pytest.raises(ConfigError, match="no complete checkpoint"):
-        resume_point(store, load_enable=True)
+        point(tmp_path, True)
+
+
+def test_resuming_needs_a_run_that_has_a_name():
+    ckpt = CheckpointConfig(load_enable=True)
+    with pytest.raises(ConfigError, match=r"--logger\.run_dir"):
+        resume_point(RunDir("rl", LoggerConfig(), ckpt), ckpt)
 
 
 def test_the_saved_configuration_is_read_back_as_it_was(tmp_path):
     import tomllib
 
-    config = RLConfig(env={"name": "arithmetic", "args": {"tries": 2}}, actor={"eps_clip_low_high": (0.2, 0.3)})
-    RunDir("rl", LoggerConfig(run_dir=tmp_path), CheckpointConfig()).save_config(config)
+    config = RLConfig(
+        env={"name": "arithmetic", "args": {"tries": 2}},
+        actor={"eps_clip_low_high": (0.2, 0.3)},
+        logger={"run_dir": tmp_path},
+    )
+    RunDir("rl", config.logger, CheckpointConfig()).save_config(config)
     assert RLConfig(**tomllib.loads((tmp_path / "config.toml").read_text())) == config
 
 

@@ -16,7 +16,7 @@ logger = logging.getLogger("molt")
 
 
 class Jsonl(Tracker):
-    """RUN_DIR/metrics.jsonl, one object per logged step, and RUN_DIR/rollouts.jsonl, one object per sampled rollout.
+    """RUN_DIR/metrics.jsonl, eval.jsonl and rollouts.jsonl: one object per step, evaluation and sampled rollout.
 
     Every object has its ``step``. A number that is not finite is written as null. A resumed run continues the files
     after dropping what was logged for steps after the resumed one; a fresh run keeps older files under ``.old``.
@@ -25,19 +25,26 @@ class Jsonl(Tracker):
     def __init__(self, config=None) -> None:
         super().__init__(config)
         self._metrics: TextIO | None = None
+        self._evals: TextIO | None = None
         self._rollouts: TextIO | None = None
 
     def start(self, run_dir: Path, config: Mapping[str, Any], resumed_step: int) -> None:
-        """Open both files."""
+        """Open the files."""
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = _open(run_dir / "metrics.jsonl", resumed_step)
+        self._evals = _open(run_dir / "eval.jsonl", resumed_step)
         self._rollouts = _open(run_dir / "rollouts.jsonl", resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl."""
         assert self._metrics is not None, "the tracker was not started"
         _write(self._metrics, {"step": step, **metrics})
+
+    def log_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line to eval.jsonl."""
+        assert self._evals is not None, "the tracker was not started"
+        _write(self._evals, {"step": step, **metrics})
 
     def log_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Append one line per rollout to rollouts.jsonl."""
@@ -46,8 +53,8 @@ class Jsonl(Tracker):
             _write(self._rollouts, {"step": step, **rollout})
 
     def close(self) -> None:
-        """Close both files."""
-        for file in (self._metrics, self._rollouts):
+        """Close the files."""
+        for file in (self._metrics, self._evals, self._rollouts):
             if file is not None:
                 file.close()
 
