@@ -290,7 +290,7 @@ class Runner:
         # One seed for the group: what an environment draws from it is the same task for all its rollouts.
         ctx = EnvContext(task.row, rollout_id, stable_seed(task.seed, task.group_id), task.is_eval)
         play = _Play(rollout_id, task, attempt, sample, ctx, deadline=started + self._env.rollout_timeout)
-        with self._threads.lease() as lease:
+        with Lease(self._threads) as lease:
             try:
                 await self._play(play, lease)
                 status = RolloutStatus.TRUNCATED if play.is_cut else RolloutStatus.COMPLETED
@@ -462,13 +462,10 @@ class Runner:
 
     async def _score(self, play: _Play, rollout: Rollout, lease: Lease) -> Rollout:
         """Replace the reward by the plugin's; only the scoring is repeated when it fails."""
-        assert self._make_reward is not None
         failure = _Failed(RolloutStatus.REWARD_ERROR, "")
         for _ in range(self._reward.retries + 1):
             try:
-                # Made on the loop that uses it: clients often belong to one.
-                reward = await lease.call(lease.shared, Reward, self._make_reward, timeout=self._reward.timeout)
-                score = await lease.call(reward.score, rollout, play.ctx, timeout=self._reward.timeout)
+                score = await lease.call(self._ask_reward, play, rollout, lease, timeout=self._reward.timeout)
             except Exception as error:
                 failure = _Failed(RolloutStatus.REWARD_ERROR, f"scoring raised {_describe(error)}")
                 continue
@@ -479,6 +476,12 @@ class Runner:
                 return self._rollout(play, rollout.status)
             failure = _Failed(RolloutStatus.INVALID_REWARD, f"scoring returned a reward of {score.reward!r}")
         raise failure
+
+    def _ask_reward(self, play: _Play, rollout: Rollout, lease: Lease) -> Any:
+        """Make and use the plugin in one call, on one loop: clients often belong to one."""
+        assert self._make_reward is not None
+        reward: Reward = lease.shared(Reward, self._make_reward)
+        return reward.score(rollout, play.ctx)
 
 
 def as_number(value: Any) -> float:

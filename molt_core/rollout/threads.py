@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
-MAX_THREADS = 32
-"""Threads per process; with more rollouts at once, some share one."""
+logger = logging.getLogger("molt")
+
+MAX_THREADS = 32  # per process that respond; with more rollouts at once, some share one
+MAX_BLOCKED_THREADS = 96  # beyond MAX_THREADS, in place of blocked ones
+GRACE = 1.0  # seconds in which a loop must begin a call, else the call goes to another loop
 
 
 class CallTimeoutError(Exception):
     """A call did not end within its limit. (An environment's own TimeoutError is another matter.)"""
+
+
+class BlockedLoopsError(Exception):
+    """No loop began a call, because the code that runs on them blocks them."""
 
 
 class LoopThread:
@@ -23,8 +33,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.leases = 0
         self.unresponsive = False
-        self.shared: dict[Any, Any] = {}
-        """Objects that live on this loop, see `Lease.shared`."""
+        self.shared: dict[Any, Any] = {}  # objects that live on this loop, see Lease.shared
         threading.Thread(target=self.loop.run_forever, name="molt-env", daemon=True).start()
 
     def probe(self) -> None:
@@ -34,19 +43,18 @@ class LoopThread:
 
 
 class LoopThreads:
-    """Grows up to MAX_THREADS loops that respond; a blocked one is left behind and comes back when it is free."""
+    """Up to MAX_THREADS loops that respond; a blocked one is left behind and comes back when it is free."""
 
     def __init__(self) -> None:
         self._threads: list[LoopThread] = []
-
-    def lease(self) -> Lease:
-        return Lease(self)
+        self.warned = False
 
     def pick(self) -> LoopThread:
         """The responsive thread with the fewest leases, or a new one while there may be more."""
-        responsive = [thread for thread in self._threads if not thread.unresponsive]
-        best = min(responsive, key=lambda thread: thread.leases, default=None)
-        if best is None or (best.leases and len(responsive) < MAX_THREADS):
+        best = min(self._threads, key=lambda thread: (thread.unresponsive, thread.leases), default=None)
+        responsive = sum(not thread.unresponsive for thread in self._threads)
+        has_room = responsive < MAX_THREADS and len(self._threads) < MAX_THREADS + MAX_BLOCKED_THREADS
+        if best is None or (has_room and (best.unresponsive or best.leases)):
             best = LoopThread()
             self._threads.append(best)
         return best
@@ -57,7 +65,7 @@ class LoopThreads:
 
 
 class Lease:
-    """One rollout's place on a loop: all its calls run there, unless another rollout blocks it. A context manager."""
+    """One rollout's place on a loop: all its calls run there, unless somebody blocks it. A context manager."""
 
     def __init__(self, threads: LoopThreads) -> None:
         self._threads = threads
@@ -71,34 +79,48 @@ class Lease:
         self._thread.leases -= 1
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The loop's own object for ``key``, made when it is first asked for."""
+        """The loop's own object for ``key``, made when it is first asked for. Call it on the loop."""
         if key not in self._thread.shared:
             self._thread.shared[key] = make()
         return self._thread.shared[key]
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
-        """The result of ``function(*args)``, awaited on the loop if it is a coroutine.
+        """The result of ``function(*args)``, awaited on the loop if it is a coroutine. It runs at most once.
 
-        Raises what the function raises, and CallTimeoutError after ``timeout`` seconds, even if the function blocks.
+        Raises what the function raises; CallTimeoutError ``timeout`` seconds after a loop began it, even if it or a
+        neighbour blocks; BlockedLoopsError if none begins it within ``timeout`` or ten GRACEs, the longer of them.
         """
-        if self._thread.unresponsive:
-            self._thread.leases -= 1
+        give_up = time.monotonic() + max(timeout, 10 * GRACE)
+        while time.monotonic() < give_up:
+            # Either the loop begins the call or we withdraw it: the future's own lock decides.
+            begun: Future[None] = Future()
+            call = asyncio.run_coroutine_threadsafe(_run(begun, function, args), self._thread.loop)
+            try:
+                await asyncio.wait([asyncio.wrap_future(begun)], timeout=GRACE)
+                if not begun.cancel():
+                    done, _ = await asyncio.wait([future := asyncio.wrap_future(call)], timeout=timeout)
+                    if not done:
+                        raise CallTimeoutError(f"no answer within {timeout:g} seconds")
+                    if call.cancelled():
+                        raise RuntimeError("the call cancelled itself")
+                    return future.result()
+            finally:
+                if not call.done():
+                    begun.cancel()
+                    call.cancel()
+                    self._thread.probe()
+            if not self._threads.warned:
+                self._threads.warned = True
+                logger.warning("an environment or reward blocks its event loop: others move to new ones")
+            self.__exit__()
             self.__enter__()
-        call = asyncio.run_coroutine_threadsafe(_run(function, args), self._thread.loop)
-        try:
-            done, _ = await asyncio.wait([asyncio.wrap_future(call)], timeout=timeout)
-        finally:
-            if not call.done():
-                call.cancel()
-                self._thread.probe()
-        if not done:
-            raise CallTimeoutError(f"no answer within {timeout:g} seconds")
-        if call.cancelled():
-            raise RuntimeError("the call cancelled itself")
-        return call.result()
+        raise BlockedLoopsError("environments or rewards block all event loops; put what blocks into asyncio.to_thread")
 
 
-async def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+async def _run(begun: Future[None], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if not begun.set_running_or_notify_cancel():
+        return None
+    begun.set_result(None)
     try:
         result = function(*args)
         return await result if inspect.isawaitable(result) else result

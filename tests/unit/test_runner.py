@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 import re
+import threading
 import time
 from types import SimpleNamespace
 from typing import ClassVar
@@ -18,9 +19,10 @@ from hypothesis import strategies as st
 from molt_core import ConfigError, Env, Result, Reward, RolloutStatus, Score
 from molt_core.config.rl import EnvConfig, RewardConfig
 from molt_core.contract import Segment
+from molt_core.rollout import threads
 from molt_core.rollout.actors import EngineDiedError
 from molt_core.rollout.runner import GroupTask, Runner, SamplingSettings, SegmentInfo, as_number, stable_seed
-from molt_core.rollout.threads import MAX_THREADS, LoopThreads
+from molt_core.rollout.threads import BlockedLoopsError, CallTimeoutError, Lease, LoopThreads
 from molt_core.testing.engine import ScriptedEngine, completion
 
 END, OTHER_END = 2, 7
@@ -300,22 +302,72 @@ class TestEndings:
         assert summary.status == RolloutStatus.ENV_ERROR
         assert "no display" in summary.error
 
-    def test_neighbours_of_a_blocked_environment_finish(self):
+    @pytest.mark.parametrize("where", ["reset", "step"])
+    def test_only_the_environment_that_blocks_its_loop_times_out(self, where, monkeypatch):
+        monkeypatch.setattr(threads, "MAX_THREADS", 4)
+        monkeypatch.setattr(threads, "GRACE", 0.3)
+        released = threading.Event()
+        begun = []
+
         class OneBlocks(Scripted):
+            async def reset(self, row, ctx):
+                begun.append(("reset", ctx.rollout_id))
+                self.block("reset", ctx)
+                return await super().reset(row, ctx)
+
             async def step(self, action, ctx):
-                if ctx.rollout_id == "g-0":
-                    time.sleep(3)
+                begun.append(("step", ctx.rollout_id))
+                self.block("step", ctx)
                 return STOP
 
-        started = time.monotonic()
-        first, *others = play(
-            make_runner(ScriptedEngine(lambda r: say()), OneBlocks, turn_timeout=0.5), num_samples=MAX_THREADS + 8
-        )
+            def block(self, here, ctx):
+                if (here, ctx.rollout_id) == (where, "g-0"):
+                    released.wait(60)
+
+        try:
+            runner = make_runner(ScriptedEngine(lambda r: say()), OneBlocks, turn_timeout=0.5)
+            first, *others = play(runner, num_samples=64)
+        finally:
+            released.set()
         assert first.status == RolloutStatus.ENV_TIMEOUT
-        # Rollouts that shared its thread at that moment may have waited in vain; all others are scored.
-        scored = [r for r in others if r.status == RolloutStatus.COMPLETED]
-        assert len(scored) >= len(others) - 1
-        assert time.monotonic() - started < 3
+        assert {rollout.status for rollout in others} == {RolloutStatus.COMPLETED}
+        assert len(set(begun)) == len(begun)  # nothing ran twice
+
+    def test_a_call_that_awaits_too_long_is_closed_on_its_own_loop(self):
+        loops = []
+
+        class Slow(Scripted):
+            async def reset(self, row, ctx):
+                loops.append(asyncio.get_running_loop())
+                await asyncio.sleep(3600)
+
+            async def close(self):
+                loops.append(asyncio.get_running_loop())
+
+        assert play_one(ScriptedEngine([]), Slow, turn_timeout=0.2).status == RolloutStatus.ENV_TIMEOUT
+        reset, close = loops
+        assert close is reset
+
+    def test_an_environment_that_blocks_its_loop_is_closed_on_another(self, monkeypatch):
+        monkeypatch.setattr(threads, "GRACE", 0.3)
+        released = threading.Event()
+        loops = []
+
+        class Blocks(Scripted):
+            async def reset(self, row, ctx):
+                loops.append(asyncio.get_running_loop())
+                released.wait(60)
+
+            async def close(self):
+                loops.append(asyncio.get_running_loop())
+
+        try:
+            summary = play_one(ScriptedEngine([]), Blocks, turn_timeout=0.2)
+        finally:
+            released.set()
+        assert summary.status == RolloutStatus.ENV_TIMEOUT
+        reset, close = loops
+        assert close is not reset
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j, np.ones(2), 10**400])
     def test_a_reward_that_is_no_finite_number_excludes_the_rollout(self, value):
@@ -519,18 +571,54 @@ class TestDeterminism:
             assert not any(others & set(request.prompt_ids) for request in engine.requests)
 
 
-def test_a_thread_that_was_blocked_serves_again_when_it_is_free():
+def test_a_thread_that_was_blocked_serves_again_when_it_is_free(monkeypatch):
+    monkeypatch.setattr(threads, "GRACE", 0.2)
+    released = threading.Event()
+
     async def scenario():
-        threads = LoopThreads()
-        with threads.lease() as lease:
-            with pytest.raises(Exception, match="no answer"):
-                await lease.call(time.sleep, 0.5, timeout=0.1)
+        pool = LoopThreads()
+        with Lease(pool) as lease:
+            with pytest.raises(CallTimeoutError, match="no answer"):
+                await lease.call(released.wait, 60, timeout=0.1)
             blocked = lease._thread
             assert blocked.unresponsive
-            assert threads.pick() is not blocked
-            assert await lease.call(lambda: "elsewhere", timeout=0.1) == "elsewhere"
+            assert pool.pick() is not blocked
+            assert await lease.call(asyncio.get_running_loop, timeout=1) is not blocked.loop
+            released.set()
             while blocked.unresponsive:
                 await asyncio.sleep(0.05)
-        assert threads.pick() is blocked
+        assert pool.pick() is blocked
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 10))
+    finally:
+        released.set()
+
+
+def test_blocked_threads_are_bounded_and_the_error_says_what_blocks(monkeypatch):
+    monkeypatch.setattr(threads, "MAX_THREADS", 1)
+    monkeypatch.setattr(threads, "MAX_BLOCKED_THREADS", 2)
+    monkeypatch.setattr(threads, "GRACE", 0.05)
+    released = threading.Event()
+    ran = []
+
+    async def blocks(pool):
+        with Lease(pool) as lease, pytest.raises(CallTimeoutError):
+            await lease.call(released.wait, 60, timeout=0.1)
+
+    async def scenario():
+        pool = LoopThreads()
+        for _ in range(3):
+            await blocks(pool)
+        with Lease(pool) as lease:
+            with pytest.raises(BlockedLoopsError, match="block"):
+                await lease.call(ran.append, "withdrawn", timeout=0.1)
+            assert len(pool._threads) == 3
+            released.set()
+            await lease.call(ran.append, "ran", timeout=10)
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 30))
+    finally:
+        released.set()
+    assert ran == ["ran"]
