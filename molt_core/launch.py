@@ -49,6 +49,7 @@ from molt_core.training.sft import num_sft_steps, run_sft
 if TYPE_CHECKING:
     from molt_core.agents.env import Env
     from molt_core.algorithms.estimator import Estimator, Needs
+    from molt_core.algorithms.loss import Loss
 
 logger = logging.getLogger("molt")
 
@@ -84,7 +85,7 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
     env = cast("type[Env]", plugins.validate("environment", config.env.name, config.env.args))
     advantage = config.algo.advantage
     estimator = cast("type[Estimator]", plugins.validate("estimator", advantage.estimator, advantage.args))
-    _check_loss(config, plugins)
+    loss = _check_loss(config, plugins)
     plugins.validate("chat-template", config.data.chat_template, {})
     if config.reward.name:
         plugins.validate("reward", config.reward.name, config.reward.args)
@@ -95,7 +96,7 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
             f"environment {config.env.name} gives no reward, which estimator {advantage.estimator} needs: set "
             "--env.name to one that does, or --reward.name"
         )
-    check_rl(config, estimator.needs)
+    check_rl(config, estimator.needs, single_step_loss=loss.single_step)
     trust = config.fsdp.trust_remote_code
     check_model(config.actor.model_name_or_path, "actor.model_name_or_path", trust, config.data.max_len)
     check_tokenizer(config.actor.model_name_or_path, "actor.model_name_or_path", trust)
@@ -121,10 +122,11 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
     return TrainInputs(rows, eval_rows, resolve_device(config.device), total, run_dir, checkpoint, state)
 
 
-def _check_loss(config: RLConfig, plugins: Plugins) -> None:
+def _check_loss(config: RLConfig, plugins: Plugins) -> type[Loss]:
     """The loss exists and has the options given; a shorthand that it does not have is refused under its own name."""
     actor = config.actor
-    options = plugins.resolve("loss", actor.loss_mode).Config.model_fields
+    loss = cast("type[Loss]", plugins.resolve("loss", actor.loss_mode))
+    options = loss.Config.model_fields
     given = [name for name in ("eps_clip_low_high", "dual_clip") if getattr(actor, name) is not None]
     for name in given:
         if name not in options:
@@ -138,6 +140,7 @@ def _check_loss(config: RLConfig, plugins: Plugins) -> None:
         for name in given:
             text = text.replace(f"--actor.loss_args.{name}", f"--actor.{name}")
         raise ConfigError(text) from None
+    return loss
 
 
 def _check_reference(config: RLConfig, kl: KlPlan) -> None:

@@ -26,9 +26,13 @@ class LossInputs:
 
 
 class Loss(Component):
-    """A policy-gradient loss. Aggregation, importance correction, KL and entropy terms are added by the core."""
+    """A policy-gradient loss. Aggregation, importance correction, KL and entropy terms are added by the core.
+
+    ``single_step``: it makes no use of the old log-probs, so it is for one optimizer step per batch.
+    """
 
     kind: ClassVar[str] = "loss"
+    single_step: ClassVar[bool] = False
 
     def token_loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss per token, (B, L) float32, and metrics: (B, L) is averaged over the mask, (B,) over the rows."""

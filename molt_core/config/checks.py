@@ -32,8 +32,11 @@ class EstimatorNeeds(Protocol):
     def single_step(self) -> bool: ...
 
 
-def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds) -> None:
-    """Raise one ConfigError that lists every conflict and what to change, or return."""
+def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds, *, single_step_loss: bool = False) -> None:
+    """Raise one ConfigError that lists every conflict and what to change, or return.
+
+    ``single_step_loss``: the loss is for one optimizer step per batch.
+    """
     _refuse(
         [
             *_estimator(config, estimator_needs),
@@ -41,6 +44,7 @@ def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds) -> None:
             *_critic(config, estimator_needs),
             *_batches(config),
             *_policy_lag(config),
+            *(_single_step_loss(config) if single_step_loss else ()),
             *_correction(config),
             *_aggregation(config),
             *_rewards(config),
@@ -151,6 +155,14 @@ def _policy_lag(config: RLConfig) -> Iterator[str]:
         yield (
             "--train.force_sync_mode keeps nothing in flight across a refit: "
             "set --rollout.vllm_generate_batch_size to --rollout.batch_size, or leave it out"
+        )
+
+
+def _single_step_loss(config: RLConfig) -> Iterator[str]:
+    if _several_steps(config):
+        yield (
+            f"loss {config.actor.loss_mode} does not correct for the optimizer steps of a batch before it: leave "
+            "--train.batch_size out and set --train.max_epochs 1, or choose another --actor.loss_mode"
         )
 
 

@@ -103,7 +103,8 @@ def config_of(values: Values, model: str = "m", teacher: str = "t", prompts: str
 
 def is_accepted(values: Values) -> bool:
     try:
-        check_rl(config_of(values), needs_of(values))
+        single = PLUGINS.resolve("loss", values[1]).single_step
+        check_rl(config_of(values), needs_of(values), single_step_loss=single)
     except ConfigError:
         return False
     return True

@@ -62,6 +62,11 @@ REFUSED = {
     "several rollouts per prompt without groups": ((*FLASH, SAMPLES, "4"), f"set {SAMPLES} 1"),
     "several windows where one is meant": ((*FLASH, "--train.batch_size", "2"), "leave --train.batch_size out"),
     "several epochs where one is meant": ((*FLASH, "--train.max_epochs", "2"), "set --train.max_epochs 1"),
+    "several windows with a loss for one": (
+        (LOSS, "reinforce", "--train.batch_size", "32"),
+        "leave --train.batch_size out and set --train.max_epochs 1, or choose another --actor.loss_mode",
+    ),
+    "several epochs with a loss for one": ((LOSS, "reinforce", "--train.max_epochs", "2"), "set --train.max_epochs 1"),
     # The correction.
     "asynchronous without correction": ((LEVEL, "off"), f"set {LEVEL} token, or {SYNC}"),
     "several steps without correction": ((LEVEL, "off", SYNC, "--train.max_epochs", "2"), "set --train.max_epochs 1"),

@@ -117,8 +117,11 @@ class Cispo(Loss):
 class Reinforce(Loss):
     """-A log π: the plain policy gradient, without a ratio. Source: Williams, 1992.
 
-    What happens off-policy is left to the importance correction.
+    One optimizer step per batch: the importance correction makes up for the policy that sampled, and nothing for the
+    steps of the same batch before.
     """
+
+    single_step = True
 
     def token_loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         """The loss per token, (B, L) float32, and metrics."""
