@@ -52,7 +52,8 @@ class Learner:
         else:
             advantages = self.estimator.advantages(seen)
         advantages = self._finite(advantages, "advantages")
-        if self.version(step + 1) > self.version(step):
+        trains_policy = self.version(step + 1) > self.version(step)
+        if trains_policy:
             metrics |= self._train_policy(with_advantages(rows, advantages))
             if self.config.algo.advantage.is_correction_mode == "mask" and metrics.get(_FILTERED, 0.0) > _ALL:
                 logger.warning(
@@ -62,7 +63,7 @@ class Learner:
                 )
         if self.kl.use != "off":
             metrics["train/kl_coef"] = self.kl_coef.value
-            if "train/kl" in metrics:
+            if trains_policy and "train/kl" in metrics:
                 self.kl_coef.update(metrics["train/kl"], len(batch.rollouts))
         return metrics
 
@@ -71,9 +72,10 @@ class Learner:
         return {"kl_coef": self.kl_coef.value}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. A fixed coefficient is the configuration's."""
-        if isinstance(self.kl_coef, AdaptiveKl):
-            self.kl_coef.value = float(state["kl_coef"])
+        """Go on from a state. A fixed coefficient is the configuration's; so is one where the run had no KL before."""
+        stored = float(state["kl_coef"])
+        if isinstance(self.kl_coef, AdaptiveKl) and stored > 0:
+            self.kl_coef.value = stored
 
     def _measure(self, batch: RolloutBatch, rows: Sequence[TrainRow]) -> tuple[Batch, dict[str, float]]:
         """What the estimator sees, with what only the models know; and metrics of it."""

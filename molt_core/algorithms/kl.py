@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,9 @@ class FixedKl:
 class AdaptiveKl:
     """A coefficient that steers the measured KL to a target. Source: arXiv 1909.08593, section 2.2.
 
-    value *= 1 + clip(measured / target - 1, ±0.2) * samples / horizon. ``target``: KL per token in nats, ``horizon``:
-    rollouts over which a correction takes full effect. ``value`` is the whole state: checkpoint it.
+    value *= 1 + clip(measured / target - 1, ±0.2) * min(samples / horizon, 1), so that it stays positive. ``target``:
+    KL per token in nats, ``horizon``: rollouts over which a correction takes full effect. ``value`` is the whole state:
+    checkpoint it.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
@@ -56,6 +59,8 @@ class AdaptiveKl:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, measured: float, samples: int) -> None:
-        """Take in the KL of one step over ``samples`` rollouts."""
+        """Take in the KL of one step over ``samples`` rollouts; one that is not finite changes nothing."""
+        if not math.isfinite(measured):
+            return
         error = min(max(measured / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * samples / self.horizon
+        self.value *= 1 + error * min(samples / self.horizon, 1.0)

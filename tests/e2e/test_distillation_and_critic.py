@@ -106,11 +106,12 @@ def test_a_critic_trains_alone_first_and_is_resumed_with_the_policy(workspace):
     assert all(x["critic/optimizer_steps"] == 2 and x["staleness/max"] == 0 for x in history)
     # Before the first update of the policy it is the reference itself.
     assert [abs(x["train/kl"]) < 1e-6 for x in history] == [True, True, True]
-    # Far below the target: -0.2 x 16 rollouts / 64 at each step.
-    assert [x["train/kl_coef"] for x in history] == pytest.approx([0.01, 0.0095, 0.009025])
+    # It stays while the policy does.
+    assert [x["train/kl_coef"] for x in history] == [0.01, 0.01, 0.01]
 
     history = train(workspace, "critic2", *common, "--train.max_steps", 5, "--ckpt.load_enable")
     assert [(x["step"], x["policy_version"]) for x in history] == [(4, 1), (5, 2)]
-    assert history[0]["train/kl_coef"] == pytest.approx(0.01 * 0.95**3)
+    # Far below the target in the third step: -0.2 x 16 rollouts / 64.
+    assert history[0]["train/kl_coef"] == pytest.approx(0.01 * 0.95)
     assert abs(history[0]["train/kl"]) > 1e-6
     assert all(x["staleness/max"] <= 1 for x in history)

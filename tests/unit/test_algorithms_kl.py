@@ -74,6 +74,9 @@ def test_two_impossible_tokens_have_no_divergence():
         (1.0, 1000, 1.0),
         (9.0, 1000, 1.2),  # clipped above
         (9.0, 100, 1.02),  # a tenth of the horizon
+        (0.0, 9000, 0.8),  # never more than the full effect, however short the horizon
+        (float("nan"), 1000, 1.0),
+        (float("inf"), 1000, 1.0),
     ],
 )
 def test_the_adaptive_coefficient_follows_the_measured_kl(measured, samples, expected):

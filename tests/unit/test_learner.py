@@ -132,6 +132,20 @@ def test_an_adaptive_coefficient_moves_after_each_step_and_is_part_of_the_state(
     assert resumed.update(BATCH, 0)["train/kl_coef"] == pytest.approx(0.5 * 1.02**2)
 
 
+def test_an_adaptive_coefficient_starts_as_configured_where_the_run_had_no_kl_before():
+    before, _ = learner()
+    resumed, _ = learner(init_coef=0.5, target=0.01, horizon=20)
+    resumed.load(before.state())
+    assert resumed.update(BATCH, 0)["train/kl_coef"] == 0.5
+
+
+def test_an_adaptive_coefficient_stays_while_the_actor_is_frozen():
+    # Then it moves by 0.2 x 2 rollouts / 20.
+    one, _ = learner(freezing_steps=2, init_coef=0.5, use_loss=False, target=0.01, horizon=20)
+    seen = [one.update(BATCH, step)["train/kl_coef"] for step in range(4)]
+    assert seen == pytest.approx([0.5, 0.5, 0.5, 0.5 * 1.02])
+
+
 def test_a_fixed_coefficient_is_that_of_the_configuration_also_after_a_resume():
     one, _ = learner(init_coef=0.5)
     other, _ = learner(init_coef=0.1)
