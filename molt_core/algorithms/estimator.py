@@ -20,7 +20,7 @@ class Needs:
     ``groups``: it compares rollouts of one prompt. ``min_samples``, ``max_samples``: fewest and most rollouts per
     prompt. ``single_step``: it is for one optimizer step per batch. ``token_kl``: it can
     use a token-level KL. ``reference``: it needs a reference model. ``values``: it needs a critic.
-    ``reward``: rewards matter to it.
+    ``reward``: rewards matter to it. ``whitens``: unless told not to, it gives advantages of mean 0 and variance 1.
     """
 
     groups: bool = False
@@ -31,6 +31,7 @@ class Needs:
     max_samples: int | None = None
     single_step: bool = False
     reward: bool = True
+    whitens: bool = False
 
 
 class Estimator(Component):

@@ -111,6 +111,11 @@ def test_a_rollout_without_a_score_gets_zero_and_changes_no_other(cls):
     assert got[[1, 4, 5]].tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("cls", [*GROUP_ESTIMATORS, FlashReinforce, Reinforce, Gae, OnPolicyDistill])
+def test_exactly_those_that_whiten_say_so(cls):
+    assert cls.needs.whitens == ("no_whiten" in cls.Config.model_fields)
+
+
 def test_whitening_counts_action_tokens():
     # Deviations +0.5 on 3 tokens and -0.5 on 1: mean 0.25, variance (3 * 0.0625 + 0.5625) / 4 = 0.1875.
     mask = [[1, 1, 1], [1, 0, 0]]

@@ -36,6 +36,8 @@ def test_a_component_of_a_package_shows_summary_needs_options_and_source(capsys)
     assert data["distribution"] == "molt-estimators"
     assert data["reference"] == "molt_estimators.groups:Grpo"
     assert (data["needs"]["groups"], data["needs"]["min_samples"]) == (True, 2)
+    assert not data["needs"]["whitens"]
+    assert described(capsys, "estimator", "reinforce_baseline")["needs"]["whitens"]
     assert data["options"] == [
         {
             "name": "--algo.advantage.args.eps",

@@ -78,6 +78,8 @@ class ReinforceBaseline(_GroupEstimator):
     rewards differ; the other groups have nothing to compare and keep their 0. ``no_whiten`` leaves r - mean as it is.
     """
 
+    needs = Needs(groups=True, min_samples=2, whitens=True)
+
     class Config(BaseModel, extra="forbid", frozen=True):
         """Options of reinforce_baseline."""
 

@@ -36,7 +36,7 @@ class Reinforce(Estimator):
     standard deviation over all action tokens; ``no_whiten`` leaves G as it is.
     """
 
-    needs = Needs(token_kl=True)
+    needs = Needs(token_kl=True, whitens=True)
 
     class Config(BaseModel, extra="forbid", frozen=True):
         """Options of reinforce."""
@@ -63,7 +63,7 @@ class Gae(Estimator):
     value of the state behind it where the episode was cut off.
     """
 
-    needs = Needs(token_kl=True, values=True)
+    needs = Needs(token_kl=True, values=True, whitens=True)
 
     class Config(BaseModel, extra="forbid", frozen=True):
         """Options of gae."""
