@@ -350,7 +350,7 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
             await refitter.refit(learner.version(step))
             logger.info("resumed from %s", checkpoint)
         dispatcher = GroupDispatcher(runners)
-        settings = GeneratorSettings.from_config(config, estimator.needs.min_samples)
+        settings = GeneratorSettings.from_config(config, estimator.needs.fewest)
         generator = Generator(inputs.rows, cursor, dispatcher, settings, version=learner.version(step))
         if checkpoint is not None:
             generator.load(inputs.state["generator"])

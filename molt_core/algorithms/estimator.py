@@ -33,6 +33,11 @@ class Needs:
     reward: bool = True
     whitens: bool = False
 
+    @property
+    def fewest(self) -> int:
+        """Fewest scored rollouts per prompt that it can work with; to compare takes two."""
+        return max(self.min_samples, 2 if self.groups else 1)
+
 
 class Estimator(Component):
     """Turns the rewards of a batch into advantages."""

@@ -17,9 +17,7 @@ class EstimatorNeeds(Protocol):
     """What the checks read of an estimator's ``Needs``."""
 
     @property
-    def groups(self) -> bool: ...
-    @property
-    def min_samples(self) -> int: ...
+    def fewest(self) -> int: ...
     @property
     def token_kl(self) -> bool: ...
     @property
@@ -71,11 +69,11 @@ def _refuse(problems: list[str]) -> None:
 
 def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
     name, samples = config.algo.advantage.estimator, config.rollout.n_samples_per_prompt
-    fewest = max(needs.min_samples, 2 if needs.groups else 1)
-    if samples < fewest:
+    if samples < needs.fewest:
         yield (
-            f"estimator {name} compares rollouts of one prompt and needs at least {fewest}: "
-            f"set --rollout.n_samples_per_prompt to {fewest} or more, or choose another --algo.advantage.estimator"
+            f"estimator {name} compares rollouts of one prompt and needs at least {needs.fewest}: "
+            f"set --rollout.n_samples_per_prompt to {needs.fewest} or more, or choose another "
+            "--algo.advantage.estimator"
         )
     if needs.max_samples is not None and samples > needs.max_samples:
         yield (

@@ -156,7 +156,9 @@ class AlgoConfig(Section):
 
     advantage: AdvantageConfig = AdvantageConfig()
     kl: KlConfig = KlConfig()
-    dynamic_filtering_enable: bool = Field(False, description="Replace groups whose metric does not vary.")
+    dynamic_filtering_enable: bool = Field(
+        False, description="Replace groups whose metric does not vary, and incomplete ones."
+    )
     dynamic_filtering_metric: str = Field("reward", description="`reward`, or a key of the environment's info.")
     dynamic_filtering_range: tuple[float, float] | None = Field(
         None, description="LOW HIGH: also replace groups whose mean of the metric is not strictly between them."

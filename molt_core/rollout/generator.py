@@ -77,9 +77,10 @@ class GeneratedBatch:
 class GeneratorSettings:
     """``max_ahead``: batches that may be under way besides the one that is trained next. Staleness is in updates.
 
-    ``min_scored``: a group with fewer scored rollouts is dropped. ``filter_metric``: "reward", a key of ``info``, or
-    None for no filtering; ``filter_range``: bounds that its mean over a group must lie strictly between;
-    ``max_filter_tries``: batches' worth of groups that may be filtered for one batch.
+    ``min_scored``: a group with fewer scored rollouts is dropped; with filtering, any that lacks one, since what it
+    lacks might have made the difference. ``filter_metric``: "reward", a key of ``info``, or None for no filtering;
+    ``filter_range``: bounds that its mean over a group must lie strictly between; ``max_filter_tries``: batches' worth
+    of groups that may be filtered for one batch.
     """
 
     batch_size: int
@@ -298,7 +299,8 @@ class Generator:
             raise GenerationError(
                 f"{self._failed_in_a_row} groups in a row had no scored rollout; {self._common_error()}"
             )
-        if len(scored) < max(self._settings.min_scored, 1):
+        filtering = self._settings.filter_metric is not None
+        if len(scored) < (self._settings.num_samples if filtering else max(self._settings.min_scored, 1)):
             self._counts["dropped_groups"] += 1
             return False
         if self._settings.filter_metric is None or self._has_signal(scored, self._settings.filter_metric):
@@ -315,10 +317,7 @@ class Generator:
         return False
 
     def _has_signal(self, scored: Sequence[RolloutSummary], metric: str) -> bool:
-        """Whether the metric varies within the group, and its mean lies strictly between the bounds.
-
-        A single rollout has nothing to be compared with, so it need not vary.
-        """
+        """Whether the metric varies within the group, and its mean lies strictly between the bounds."""
         for rollout in scored:
             if metric != "reward" and metric not in rollout.info:
                 raise ConfigError(
@@ -326,7 +325,7 @@ class Generator:
                     f"there is: {', '.join(['reward', *sorted(rollout.info)])}"
                 )
         values = [rollout.reward if metric == "reward" else rollout.info[metric] for rollout in scored]
-        varies = len(values) < 2 or max(values) - min(values) > SAME
+        varies = max(values) - min(values) > SAME
         low, high = self._settings.filter_range or (-math.inf, math.inf)
         return varies and low < sum(values) / len(values) < high
 

@@ -183,7 +183,7 @@ class Stage:
         estimator = PLUGINS.create("estimator", values[0])
         self.trainer.set_objective(launch.objective_spec(config, needs))
         cursor = PromptCursor(len(inputs.rows), seed=self.step, shuffle=True, num_episodes=8)
-        settings = GeneratorSettings.from_config(config, needs.min_samples)
+        settings = GeneratorSettings.from_config(config, needs.fewest)
         generator = Generator(inputs.rows, cursor, GroupDispatcher(self.runners), settings, version=self.step)
         learner = Learner(config, estimator, self.trainer)
         async with generator:

@@ -177,3 +177,9 @@ def test_sft_refuses_what_is_not_yet_available():
     with pytest.raises(ConfigError, match=r"--fsdp\.cp_size 1"):
         check_sft(SFTConfig.model_validate({"fsdp": {"cp_size": 2}}))
     assert check_sft(SFTConfig()) is None
+
+
+def test_comparing_takes_two_rollouts_even_where_the_estimator_names_no_minimum():
+    assert [needs.fewest for needs in (Needs(), Needs(groups=True), Needs(groups=True, min_samples=4))] == [1, 2, 4]
+    with pytest.raises(ConfigError, match="needs at least 2"):
+        check_rl(rl(rollout__n_samples_per_prompt=1), Needs(groups=True))

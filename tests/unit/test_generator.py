@@ -308,29 +308,41 @@ G2 = scores([0, 0, 1, 1], acc=[0, 0, 1, 1])
 G3 = scores([0.1, 0.0, 0.05, 0.1], acc=[0, 0, 0, 0])
 G4 = scores([0.9, 1.0, 0.95, 1.0], acc=[1, 1, 1, 1])
 G5 = scores([0.30000000000000004, 0.3, 0.3, 0.3])
-G6 = scores([1.0])
 
 
 class TestFilter:
     @pytest.mark.parametrize(
         ("metric", "answers", "kept"),
         [
-            ("reward", [G1, G2, G3, G4, G5, G6], ["0-1", "0-2", "0-3", "0-5"]),
+            ("reward", [G1, G2, G3, G4, G5], ["0-1", "0-2", "0-3"]),
             ("acc", [G2, G3, G4], ["0-0"]),
         ],
     )
     def test_groups_whose_metric_does_not_vary_are_dropped(self, metric, answers, kept):
         world = World(answer=lambda task, version: answers[int(task.group_id[2:])](task, version))
-        batches = drive(make_generator(world, len(answers), filter_metric=metric, batch_size=2), world)
+        batches = drive(make_generator(world, len(answers), filter_metric=metric, batch_size=2, num_samples=4), world)
         assert prompts(batches) == kept
         assert sum(batch.stats["filtered_groups"] for _, batch in batches) == pytest.approx(len(answers) - len(kept))
 
     def test_groups_whose_mean_is_out_of_the_range_are_dropped_too(self):
-        # Means 0.5 (does not vary), 0.5, 0.0625, 0.9625, and 1 of a single rollout.
-        answers = [G1, G2, G3, G4, G6]
+        # Means 0.5 (does not vary), 0.5, 0.0625, 0.9625.
+        answers = [G1, G2, G3, G4]
         world = World(answer=lambda task, version: answers[int(task.group_id[2:])](task, version))
         generator = make_generator(world, len(answers), filter_metric="reward", filter_range=(0.0625, 1), batch_size=2)
         assert prompts(drive(generator, world)) == ["0-1", "0-3"]
+
+    def test_incomplete_groups_are_replaced_although_what_they_have_varies(self):
+        bad = failing(lambda group, k: k == 3, num_samples=4)
+
+        def answer(task, version):
+            made = G2(task, version)
+            return [*made[:3], bad(task, version)[3]] if task.group_id == "0-1" else made
+
+        world = World(answer=answer)
+        batches = drive(make_generator(world, 9, filter_metric="reward", num_samples=4), world)
+        assert prompts(batches) == [f"0-{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8)]
+        assert batches[0][1].stats["dropped_groups"] == 1
+        assert sum(batch.stats["filtered_groups"] for _, batch in batches) == 0
 
     def test_dropped_groups_are_replaced_by_further_prompts(self):
         answers = [G1, G2]
