@@ -72,9 +72,11 @@ class RolloutBatch:
         )
 
     def cut_rows(self) -> Tensor:
-        """Rows at whose end the episode was cut off, and not ended by the environment, (S,) bool."""
+        """Each cut rollout's last row with a sampled token, (S,) bool; cut: not ended by the environment."""
         cut = [r.status == RolloutStatus.TRUNCATED and not r.terminated for r in self.rollouts]
-        return torch.tensor([cut[r] and s == len(self.rollouts[r].segments) - 1 for r, s in self.rows])
+        rows = self.rows
+        last = dict(rows)
+        return torch.tensor([cut[r] and s == last[r] for r, s in rows])
 
     def train_rows(self) -> list[TrainRow]:
         """One row per segment that has a sampled token, still without advantages; as many as ``for_estimator`` has."""

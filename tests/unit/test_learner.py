@@ -174,6 +174,9 @@ def test_an_episode_goes_on_behind_its_last_row_exactly_where_it_was_cut_and_not
         (0, 0, 0),
     )
     assert batch.cut_rows().tolist() == [False, True, False, False]
+    empty = SegmentInfo(4, 0, 0, 0, 0, ())
+    behind = RolloutBatch((summary(1.0, info(4, 1), info(3, 2), empty, status=cut, terminated=False),), (0,))
+    assert behind.cut_rows().tolist() == [False, True]
     one, trainer = learner(FromValues)
     one.update(batch, 0)
     # The values of row i are 10 i, 10 i + 1, ...: the last state of row 1 has 12.
