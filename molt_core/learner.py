@@ -13,6 +13,7 @@ from molt_core.algorithms.kl import AdaptiveKl, FixedKl
 from molt_core.algorithms.masked import VARIANCE_FLOOR, masked_mean
 from molt_core.batches import pad_tokens, split_windows, with_advantages
 from molt_core.config.kl import KlPlan
+from molt_core.errors import RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +125,7 @@ class Learner:
 
     def _finite(self, values: Tensor, name: str) -> Tensor:
         if not torch.isfinite(values).all():
-            raise ValueError(f"estimator {type(self.estimator).__name__} returned {name} that are not finite")
+            raise RunError(f"estimator {type(self.estimator).__name__} returned {name} that are not finite")
         return values
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from molt_core.errors import ConfigError
+from molt_core.errors import ConfigError, RunError
 from molt_core.rollout.pool import LeastLoaded
 from molt_core.rollout.runner import GroupTask, RolloutSummary, SamplingSettings
 
@@ -26,7 +26,7 @@ SAME = 1e-6
 """A metric that varies by no more than this within a group carries no signal."""
 
 
-class GenerationError(RuntimeError):
+class GenerationError(RunError):
     """No more usable groups can be had; the message says why."""
 
 

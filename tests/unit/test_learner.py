@@ -11,6 +11,7 @@ import torch
 from molt_core import Estimator, Needs, RolloutStatus
 from molt_core.batches import RolloutBatch, pad_tokens, with_advantages
 from molt_core.config import RLConfig
+from molt_core.errors import RunError
 from molt_core.learner import Learner
 from molt_core.rollout.runner import RolloutSummary, SegmentInfo
 
@@ -204,7 +205,7 @@ def test_the_variance_that_the_critic_explains():
 
 def test_advantages_that_are_not_finite_stop_the_run():
     one, _ = learner(Broken)
-    with pytest.raises(ValueError, match="Broken returned advantages that are not finite"):
+    with pytest.raises(RunError, match="Broken returned advantages that are not finite"):
         one.update(BATCH, 0)
 
 
