@@ -28,6 +28,12 @@ class EstimatorNeeds(Protocol):
     def max_samples(self) -> int | None: ...
     @property
     def single_step(self) -> bool: ...
+    @property
+    def reward(self) -> bool: ...
+
+
+MAX_BINARY_KL = 13.8
+"""The most that a token can have, to one decimal: its probabilities are clamped to [1e-6, 1 - 1e-6]."""
 
 
 def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds, *, single_step_loss: bool = False) -> None:
@@ -46,6 +52,7 @@ def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds, *, single_step_l
             *_correction(config),
             *_aggregation(config),
             *_rewards(config),
+            *(() if estimator_needs.reward else _unused_rewards(config)),
             *_filtering(config),
             *_sampling(config),
             *_lengths(config),
@@ -79,6 +86,11 @@ def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
         yield (
             f"estimator {name} takes at most {needs.max_samples} rollout per prompt, not {samples}: set "
             f"--rollout.n_samples_per_prompt {needs.max_samples}, or choose another --algo.advantage.estimator"
+        )
+    if needs.max_samples == 1 and _rows(config) == 1:
+        yield (
+            f"estimator {name} compares prompts with each other, and a step has a single rollout: set "
+            "--rollout.batch_size to 2 or more"
         )
     if needs.single_step and _several_steps(config):
         yield (
@@ -178,14 +190,18 @@ def _correction(config: RLConfig) -> Iterator[str]:
                 f"the gating {gating} has no lower bound: set --algo.advantage.is_correction_threshold 0 {high}, "
                 f"where {high} is the largest divergence"
             )
-        if gating == "tv" and high >= 1:
-            yield f"tv is at most 1, so {high} admits everything: lower --algo.advantage.is_correction_threshold"
+        most = {"tv": 1, "binary_kl": MAX_BINARY_KL}[gating]
+        if high >= most:
+            yield (
+                f"{gating} is at most {most}, so {high} admits everything: "
+                "lower --algo.advantage.is_correction_threshold"
+            )
     elif level in ("seq", "geo") and mode != "mask":
         yield (
             f"correction level {level} works on whole sequences, which can only be masked: "
             "set --algo.advantage.is_correction_mode mask"
         )
-    if low >= high:
+    if not low < high:
         yield f"--algo.advantage.is_correction_threshold {low} {high} is an empty band: LOW must be less than HIGH"
     if math.isinf(high):
         yield "--algo.advantage.is_correction_threshold needs a finite HIGH"
@@ -202,7 +218,7 @@ def _aggregation(config: RLConfig) -> Iterator[str]:
 def _rewards(config: RLConfig) -> Iterator[str]:
     reward = config.reward
     low, high = reward.clip_range
-    if low >= high:
+    if not low < high:
         yield f"--reward.clip_range {low} {high} leaves no rewards: LOW must be less than HIGH"
     if (reward.overlong_max is None) != (reward.overlong_buffer is None):
         yield "a penalty on length needs both --reward.overlong_max and --reward.overlong_buffer: give the other too"
@@ -217,6 +233,22 @@ def _rewards(config: RLConfig) -> Iterator[str]:
                 "the penalty on length and --reward.stop_properly both punish the same rollouts: "
                 "leave --reward.overlong_max and --reward.overlong_buffer out, or set --reward.stop_properly 1"
             )
+
+
+def _unused_rewards(config: RLConfig) -> Iterator[str]:
+    """What shapes, gives or filters by rewards, with an estimator that ignores them."""
+    reward = config.reward
+    given = {
+        "--reward.name": reward.name is not None,
+        "--reward.overlong_max with --reward.overlong_buffer": reward.overlong_max or reward.overlong_buffer,
+        "--reward.stop_properly": reward.stop_properly != 1,
+        "--algo.dynamic_filtering_enable": config.algo.dynamic_filtering_enable,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        yield (
+            f"estimator {config.algo.advantage.estimator} ignores rewards: leave {name} out, or choose another "
+            "--algo.advantage.estimator"
+        )
 
 
 def _filtering(config: RLConfig) -> Iterator[str]:
@@ -257,6 +289,8 @@ def _lengths(config: RLConfig) -> Iterator[str]:
 
 
 def _ranges(config: RLConfig) -> Iterator[str]:
+    if not math.isfinite(config.actor.entropy_coef):
+        yield f"--actor.entropy_coef {config.actor.entropy_coef} is not a finite number: give one, or leave it out"
     yield from _betas("actor", config.actor)
     short = {"eps_clip_low_high": config.actor.eps_clip_low_high, "dual_clip": config.actor.dual_clip}
     for name, value in short.items():

@@ -51,6 +51,11 @@ def kl_problems(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
             yield f"estimator {name} takes the KL as its reward: leave --algo.kl.use_loss out"
         if kl.ref == "rollout":
             yield f"estimator {name} needs a reference model: set --algo.kl.ref reference"
+        if kl.target is not None:
+            yield (
+                f"--algo.kl.target would steer the scale of all that estimator {name} learns from: leave it out, and "
+                "set --algo.kl.init_coef"
+            )
         if plan.estimator != "k1":
             yield (
                 f"estimator {name} needs the signed difference of log-probs: leave --algo.kl.estimator out, or set k1"

@@ -24,6 +24,7 @@ LOSS, CLIP, AGG, SYNC = (
 )
 GATE = (LEVEL, "token", MODE, "mask", GATING, "binary_kl")
 SAMPLES = "--rollout.n_samples_per_prompt"
+DISTILL = (EST, "on_policy_distill", "--ref.model_name_or_path", "teacher")
 FLASH = (EST, "flash_reinforce", SAMPLES, "1", "--rollout.batch_size", "4")
 
 REFUSED = {
@@ -67,6 +68,7 @@ REFUSED = {
         "leave --train.batch_size out and set --train.max_epochs 1, or choose another --actor.loss_mode",
     ),
     "several epochs with a loss for one": ((LOSS, "reinforce", "--train.max_epochs", "2"), "set --train.max_epochs 1"),
+    "a single rollout to compare with itself": ((*FLASH, "--rollout.batch_size", "1"), "set --rollout.batch_size to 2"),
     # The correction.
     "asynchronous without correction": ((LEVEL, "off"), f"set {LEVEL} token, or {SYNC}"),
     "several steps without correction": ((LEVEL, "off", SYNC, "--train.max_epochs", "2"), "set --train.max_epochs 1"),
@@ -77,6 +79,8 @@ REFUSED = {
     "truncating geometric means": ((LEVEL, "geo", MODE, "trunc"), f"set {MODE} mask"),
     "thresholds reversed": ((BAND, "5", "0.5"), "LOW must be less than HIGH"),
     "thresholds equal": ((BAND, "1", "1"), "LOW must be less than HIGH"),
+    "lower threshold that is no number": ((BAND, "nan", "2"), "greater than or equal to 0"),
+    "upper threshold that is no number": ((BAND, "0.5", "nan"), f"{BAND}: input should be greater than 0"),
     "negative threshold": ((BAND, "-1", "2"), "greater than or equal to 0"),
     "threshold without end": ((BAND, "0.5", "inf"), "finite HIGH"),
     "gating that truncates": ((GATING, "binary_kl", BAND, "0", "0.1"), f"set {MODE} mask, not trunc"),
@@ -84,7 +88,18 @@ REFUSED = {
     "gating without correction": ((*GATE, LEVEL, "off", SYNC, BAND, "0", "0.1"), f"set {LEVEL} token"),
     "gating with a lower bound": ((*GATE, BAND, "0.1", "0.2"), f"set {BAND} 0 0.2"),
     "total variation that admits everything": ((*GATE, GATING, "tv", BAND, "0", "1"), f"lower {BAND}"),
+    "divergence that admits everything": ((*GATE, BAND, "0", "13.9"), f"lower {BAND}"),
     # Rewards and filters.
+    "reward range that is no number": (("--reward.clip_range", "nan", "1"), "LOW must be less than HIGH"),
+    **{
+        f"{args[0]} without rewards": ((*DISTILL, *args), f"ignores rewards: leave {args[0]}")
+        for args in (
+            ("--reward.name", "./scores.py:Score"),
+            ("--reward.overlong_max", "100", "--reward.overlong_buffer", "50"),
+            ("--reward.stop_properly", "0.5"),
+            ("--algo.dynamic_filtering_enable",),
+        )
+    },
     "reward range reversed": (("--reward.clip_range", "1", "0"), "LOW must be less than HIGH"),
     "overlong without buffer": (("--reward.overlong_max", "100"), "--reward.overlong_buffer: give the other"),
     "overlong without maximum": (("--reward.overlong_buffer", "100"), "--reward.overlong_max and"),
@@ -110,7 +125,10 @@ REFUSED = {
     # Sampling that the trainer cannot follow.
     "nucleus sampling": (("--rollout.top_p", "0.9"), "set --rollout.top_p 1"),
     "top-k sampling": (("--rollout.top_k", "5"), "set --rollout.top_k -1"),
+    "entropy bonus that is no number": (("--actor.entropy_coef", "nan"), "not a finite number"),
+    "entropy bonus without end": (("--actor.entropy_coef", "inf"), "not a finite number"),
     # KL.
+    "steering what a student learns from": ((*DISTILL, "--algo.kl.target", "0.1"), "and set --algo.kl.init_coef"),
     "KL reward without effect": (
         ("--algo.kl.init_coef", "0.1", "--no-algo.kl.use_loss", EST, "grpo"),
         "so it would have no effect: set --algo.kl.use_loss",
@@ -145,8 +163,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def launch(model, tmp_path, capsys):
+def launch(model, tmp_path, capsys, monkeypatch):
     """Runs `molt train --dry-run` on a checkpoint and a prompt; the exit code, and what it says on stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scores.py").write_text("from molt_core import Reward\nclass Score(Reward):\n    pass\n")
     (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     base = ["train", "--dry-run", "--device", "cpu", "--env.name", "arithmetic"]
     base += ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", f"{tmp_path}/prompts.jsonl"]
