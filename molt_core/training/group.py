@@ -90,16 +90,10 @@ class TrainGroup:
         )
         placement = _place(model) if device == "cuda" else None
         actor: Any = ray.remote(TrainWorker)
-        workers: list[ActorHandle] = []
-        for rank in range(world):
-            options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "num_gpus": 1 if device == "cuda" else 0}
-            if placement is not None:
-                from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                    placement, placement_group_bundle_index=rank // model.num_gpus_per_node
-                )
-            workers.append(actor.options(**options).remote(rank, world, spec))
+        workers: list[ActorHandle] = [
+            actor.options(**_actor_options(model, device, rank, placement)).remote(rank, world, spec)
+            for rank in range(world)
+        ]
         group = cls(workers, placement)
         try:
             local = "127.0.0.1" if model.num_nodes == 1 else None
@@ -277,6 +271,18 @@ def _wait(refs: Sequence[ObjectRef], method: str) -> list[Any]:
                     f"training rank {ranks[ref]} died in {method}: {str(error).splitlines()[0]}"
                 ) from error
     return [results[ref] for ref in refs]
+
+
+def _actor_options(model: ModelConfig, device: str, rank: int, placement: Any) -> dict[str, Any]:
+    """A rank's share of the cluster: a GPU in its node's bundle; on CPU nothing, for its threads are counted."""
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "num_gpus": 1 if device == "cuda" else 0}
+    if placement is not None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement, placement_group_bundle_index=rank // model.num_gpus_per_node
+        )
+    return options
 
 
 def _place(model: ModelConfig) -> Any:
