@@ -98,7 +98,7 @@ def _prepare(name: str, folder: Path) -> None:
 def _recorded(name: str) -> list[list[tuple[list[int], list[int]]]]:
     """Per step: ids and action mask of every rollout."""
     steps: dict[int, list[tuple[list[int], list[int]]]] = {}
-    for line in (OUT / name / "run/rollouts.jsonl").read_text().splitlines():
+    for line in (OUT / name / "run/rollouts.jsonl").open():
         entry = json.loads(line)
         segment = entry["segments"][0]
         steps.setdefault(entry["step"], []).append((segment["ids"], segment["mask"]))

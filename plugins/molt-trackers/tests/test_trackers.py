@@ -79,9 +79,12 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
 def test_text_keeps_its_characters_and_stays_on_one_line(tmp_path):
     tracker = Jsonl()
     tracker.start(tmp_path, {}, 0)
-    tracker.log_rollouts(1, [{"text": "π\n\u2028 \ud800"}])
+    text = "π\n\x85\u2028\u2029 \ud800"
+    tracker.log_rollouts(1, [{"text": text}])
     tracker.close()
-    assert lines(tmp_path / "rollouts.jsonl")[0]["text"] == "π\n\u2028 \ud800"
+    assert lines(tmp_path / "rollouts.jsonl")[0]["text"] == text
+    # Readers that cut at every line end of Unicode see one line, too.
+    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 1
 
 
 def scalars(folder):

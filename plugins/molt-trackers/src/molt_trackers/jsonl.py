@@ -14,6 +14,9 @@ from molt_core import Tracker
 
 logger = logging.getLogger("molt")
 
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Line ends that JSON may hold as they are, and at which many readers would cut a line in two."""
+
 
 class Jsonl(Tracker):
     """RUN_DIR/metrics.jsonl, eval.jsonl and rollouts.jsonl: one object per step, evaluation and sampled rollout.
@@ -89,7 +92,8 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _write(file: TextIO, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n")
+    text = json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)
+    file.write(text.translate(_LINE_ENDS) + "\n")
     file.flush()
 
 
