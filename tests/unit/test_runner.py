@@ -325,7 +325,7 @@ class TestEndings:
                     released.wait(60)
 
         try:
-            runner = make_runner(ScriptedEngine(lambda r: say()), OneBlocks, turn_timeout=0.5)
+            runner = make_runner(ScriptedEngine(lambda r: say()), OneBlocks, turn_timeout=5)
             first, *others = play(runner, num_samples=64)
         finally:
             released.set()
