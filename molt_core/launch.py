@@ -34,7 +34,7 @@ from molt_core.logs import QUIET
 from molt_core.loop import Parts
 from molt_core.loop import train as run_loop
 from molt_core.plugins import Plugins
-from molt_core.progress import Progress
+from molt_core.progress import Columns, Progress
 from molt_core.rollout.engine import EngineSettings, RemoteEngine, start_engines
 from molt_core.rollout.generator import Generator, GeneratorSettings, GroupDispatcher
 from molt_core.rollout.refit import Refitter
@@ -271,19 +271,10 @@ def check_sft(config: SFTConfig, plugins: Plugins) -> SftInputs:
 def sft(config: SFTConfig, plugins: Plugins, inputs: SftInputs) -> None:
     """Supervised fine-tuning, to the final export."""
     run_dir, checkpoint, segments = inputs.run_dir, inputs.checkpoint, inputs.conversations.segments
-    store = CheckpointStore(run_dir.checkpoints, config.ckpt.max_num)
     start, total = inputs.state.get("step", 0), num_sft_steps(len(segments), config.train)
     run_dir.save_config(config)
     plugins.hook.molt_configure(config=config)
-    recorder = RunRecorder(
-        run_dir,
-        make_trackers(plugins, config.logger),
-        Progress(total, start, columns=Progress.SFT, every=config.logger.logging_steps),
-        store,
-        config.ckpt,
-        config.logger,
-        on_step=lambda step, metrics: plugins.hook.molt_step_finished(step=step, metrics=metrics),
-    )
+    recorder = _recorder(config, plugins, run_dir, Progress.SFT, total, start)
     with interruptible(), ray_session(config.train.ray_address), ExitStack() as stack:
         trainer = TrainGroup.start(
             config.model,
@@ -323,7 +314,6 @@ def train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> None:
 async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> None:
     """Start the actors, run the loop, export the model."""
     run_dir, checkpoint = inputs.run_dir, inputs.checkpoint
-    store = CheckpointStore(run_dir.checkpoints, config.ckpt.max_num)
     advantage = config.algo.advantage
     estimator = cast("Estimator", plugins.create("estimator", advantage.estimator, advantage.args))
 
@@ -354,7 +344,7 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
         generator = Generator(inputs.rows, cursor, dispatcher, settings, version=learner.version(step))
         if checkpoint is not None:
             generator.load(inputs.state["generator"])
-        recorder = _recorder(config, plugins, run_dir, store, inputs.total_steps, step)
+        recorder = _recorder(config, plugins, run_dir, Progress.RL, inputs.total_steps, step)
         evaluator = Evaluator(inputs.eval_rows, dispatcher, config) if inputs.eval_rows else None
         parts = Parts(generator, trainer, refitter, learner, evaluator, recorder)
         with recorder.open(config, resumed_step=step):
@@ -428,13 +418,13 @@ def start_trainer(config: RLConfig, plugins: Plugins, inputs: TrainInputs, needs
 
 
 def _recorder(
-    config: RLConfig, plugins: Plugins, run_dir: RunDir, store: CheckpointStore, total: int, step: int
+    config: RLConfig | SFTConfig, plugins: Plugins, run_dir: RunDir, columns: Columns, total: int, step: int
 ) -> RunRecorder:
     return RunRecorder(
         run_dir,
         make_trackers(plugins, config.logger),
-        Progress(total, step, columns=Progress.RL, every=config.logger.logging_steps),
-        store,
+        Progress(total, step, columns=columns, every=config.logger.logging_steps),
+        CheckpointStore(run_dir.checkpoints, config.ckpt.max_num),
         config.ckpt,
         config.logger,
         fetch=ray.get,
