@@ -94,20 +94,19 @@ class Lease:
         while time.monotonic() < give_up:
             # Either the loop begins the call or we withdraw it: the future's own lock decides.
             begun: Future[None] = Future()
-            call = asyncio.run_coroutine_threadsafe(_run(begun, function, args), self._thread.loop)
+            outcome: Future[Any] = Future()
+            task = asyncio.run_coroutine_threadsafe(_run(begun, outcome, function, args), self._thread.loop)
             try:
                 await asyncio.wait([asyncio.wrap_future(begun)], timeout=GRACE)
                 if not begun.cancel():
-                    done, _ = await asyncio.wait([future := asyncio.wrap_future(call)], timeout=timeout)
+                    done, _ = await asyncio.wait([future := asyncio.wrap_future(outcome)], timeout=timeout)
                     if not done:
                         raise CallTimeoutError(f"no answer within {timeout:g} seconds")
-                    if call.cancelled():
-                        raise RuntimeError("the call cancelled itself")
                     return future.result()
             finally:
-                if not call.done():
+                if outcome.cancel():
                     begun.cancel()
-                    call.cancel()
+                    task.cancel()
                     self._thread.probe()
             if not self._threads.warned:
                 self._threads.warned = True
@@ -117,13 +116,22 @@ class Lease:
         raise BlockedLoopsError("environments or rewards block all event loops; put what blocks into asyncio.to_thread")
 
 
-async def _run(begun: Future[None], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+async def _run(begun: Future[None], outcome: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Call ``function``, and say so from within: a task's own callbacks would wait for a neighbour that blocks next."""
     if not begun.set_running_or_notify_cancel():
-        return None
+        return
     begun.set_result(None)
+    value: Any = None
+    error: BaseException | None = None
     try:
         result = function(*args)
-        return await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt) as error:
-        # Either would end the loop, and with it other rollouts.
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        value = await result if inspect.isawaitable(result) else result
+    except asyncio.CancelledError:
+        error = RuntimeError("the call cancelled itself")
+    except (SystemExit, KeyboardInterrupt, StopIteration) as stop:
+        # None of them may pass through a loop or its futures.
+        error = RuntimeError(f"{type(stop).__name__}: {stop}")
+    except BaseException as failure:
+        error = failure
+    if outcome.set_running_or_notify_cancel():
+        outcome.set_result(value) if error is None else outcome.set_exception(error)

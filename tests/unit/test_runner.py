@@ -333,6 +333,24 @@ class TestEndings:
         assert {rollout.status for rollout in others} == {RolloutStatus.COMPLETED}
         assert len(set(begun)) == len(begun)  # nothing ran twice
 
+    def test_an_answer_gets_through_although_the_next_call_on_the_loop_blocks(self, monkeypatch):
+        monkeypatch.setattr(threads, "MAX_THREADS", 1)
+        released = threading.Event()
+
+        async def three_calls():
+            loops = threads.LoopThreads()
+            with threads.Lease(loops) as lease:
+                # The first holds the loop until the other two wait for it, so that they begin in the same turn.
+                calls = (time.sleep, 0.2), (lambda: "answer",), (released.wait, 60)
+                results = await asyncio.gather(*(lease.call(*c, timeout=2) for c in calls), return_exceptions=True)
+            released.set()
+            loops.close()
+            return results
+
+        _, answer, blocked = asyncio.run(three_calls())
+        assert answer == "answer"
+        assert isinstance(blocked, threads.CallTimeoutError)
+
     def test_a_call_that_awaits_too_long_is_closed_on_its_own_loop(self):
         loops = []
 
