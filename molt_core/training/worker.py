@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ logger = logging.getLogger("molt")
 
 CHUNK_BYTES = 256 * 2**20
 _CRITIC = "critic"
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # names of mallopt's parameters in malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class TrainWorker:
         self.rank, self.world, self.spec = rank, world, spec
         if spec.device == "cpu":
             torch.set_num_threads(spec.cpu_threads)
+            _keep_freed_memory()
         self._store: Any = None
 
     def rendezvous(self, host: str | None) -> tuple[str, int]:
@@ -292,6 +295,14 @@ class TrainWorker:
         export_checkpoint(
             self.policy.net, self.spec.model.model_name_or_path, directory, self.spec.fsdp.trust_remote_code
         )
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large blocks, activations and logits above all, that it would give back and fault in anew."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _quiet_libraries() -> None:
