@@ -23,10 +23,10 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 def stop_properly(rewards: Tensor, truncated: Tensor, factor: float) -> Tensor:
-    """Rewards where a rollout that did not stop by itself keeps ``factor`` of its reward, (R,).
+    """Rewards where that of a rollout which did not stop by itself is multiplied by ``factor``, (R,).
 
-    ``rewards``: (R,); ``truncated``: (R,) bool; ``factor``: in [0, 1], 1 changes nothing. Never raises a reward: a
-    negative one stays as it is.
+    ``rewards``: (R,); ``truncated``: (R,) bool; ``factor``: in [0, 1], 1 changes nothing, 0 leaves no reward. Negative
+    rewards are multiplied too and so become milder: the factor is a punishment only where rewards are at least 0.
     """
     assert 0 <= factor <= 1, "the factor must lie in [0, 1]"
-    return torch.where(truncated & (rewards > 0), rewards * factor, rewards)
+    return torch.where(truncated, rewards * factor, rewards)

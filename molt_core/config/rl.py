@@ -104,7 +104,10 @@ class RewardConfig(Section):
         None, description="The penalty grows from 0 to -1 over this many tokens before reward.overlong_max."
     )
     stop_properly: float = Field(
-        1.0, ge=0, le=1, description="A truncated rollout keeps this share of a positive reward; 1 turns it off."
+        1.0,
+        ge=0,
+        le=1,
+        description="The reward of a truncated rollout is multiplied by it, a negative one too; 1 turns it off.",
     )
 
 
@@ -164,7 +167,9 @@ class AlgoConfig(Section):
         None, description="LOW HIGH: also replace groups whose mean of the metric is not strictly between them."
     )
     dynamic_filtering_max_tries: PositiveInt = Field(
-        20, description="Batches of groups that may be filtered in a row before the run stops with an error."
+        20,
+        description="Batches' worth of groups that may be replaced for one batch, filtered or with too few scored "
+        "rollouts, before the run stops with an error.",
     )
 
 

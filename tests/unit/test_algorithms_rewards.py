@@ -52,11 +52,15 @@ def test_the_overlong_penalty_is_linear_in_the_buffer():
     )
 
 
-def test_only_a_positive_reward_of_a_truncated_rollout_is_reduced():
-    rewards = torch.tensor([1.0, 1.0, -1.0, NAN])
-    shaped = stop_properly(rewards, torch.tensor([False, True, True, True]), 0.25)
-    assert shaped[:3].tolist() == [1.0, 0.25, -1.0]
-    assert shaped[3].isnan()
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(0.25, [1.0, -2.0, 0.25, -0.5, 0.0]), (0.0, [1.0, -2.0, 0.0, 0.0, 0.0]), (1.0, [1.0, -2.0, 1.0, -2.0, 0.0])],
+)
+def test_the_reward_of_a_truncated_rollout_is_multiplied_whatever_its_sign(factor, expected):
+    rewards = torch.tensor([1.0, -2.0, 1.0, -2.0, 0.0, NAN])
+    shaped = stop_properly(rewards, torch.tensor([False, False, True, True, True, True]), factor)
+    assert shaped[:5].tolist() == expected
+    assert shaped[5].isnan()
 
 
 def batch(rewards, groups):

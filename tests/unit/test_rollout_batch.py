@@ -43,12 +43,12 @@ def test_the_overlong_penalty_is_added_to_the_reward_by_sampled_tokens():
     assert rollouts.for_estimator(config).rewards.tolist() == rewards.tolist()
 
 
-def test_a_cut_rollout_keeps_a_share_of_its_clamped_reward_and_never_gains():
+def test_the_clamped_reward_of_a_cut_rollout_is_multiplied_whatever_its_sign():
     config = RewardConfig(stop_properly=0.25, clip_range=(-1, 2))
-    rollouts = batch([rollout(1.0), rollout(8.0, status=CUT), rollout(-1.0, status=CUT)])
+    rollouts = batch([rollout(-1.0), rollout(8.0, status=CUT), rollout(-6.0, status=CUT)])
     rewards, added = rollouts.shaped_rewards(config)
-    assert rewards.tolist() == [1.0, 0.5, -1.0]
-    assert added.tolist() == [0.0, -1.5, 0.0]
+    assert rewards.tolist() == [-1.0, 0.5, -0.25]
+    assert added.tolist() == [0.0, -1.5, 0.75]
 
 
 def test_the_raw_reward_is_reported_with_what_shaping_added_beside_it():
