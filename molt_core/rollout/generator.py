@@ -80,7 +80,7 @@ class GeneratorSettings:
     ``min_scored``: a group with fewer scored rollouts is dropped; with filtering, any that lacks one, since what it
     lacks might have made the difference. ``filter_metric``: "reward", a key of ``info``, or None for no filtering;
     ``filter_range``: bounds that its mean over a group must lie strictly between; ``max_filter_tries``: batches' worth
-    of groups that may be filtered for one batch.
+    of groups that may be dropped for one batch, filtered or with too few scored rollouts.
     """
 
     batch_size: int
@@ -94,6 +94,11 @@ class GeneratorSettings:
     filter_metric: str | None = None
     filter_range: tuple[float, float] | None = None
     max_filter_tries: int = 20
+
+    @property
+    def fewest_scored(self) -> int:
+        """Scored rollouts that a group needs to be trained."""
+        return self.num_samples if self.filter_metric is not None else max(self.min_scored, 1)
 
     @classmethod
     def from_config(cls, config: RLConfig, min_scored: int = 1) -> GeneratorSettings:
@@ -206,8 +211,8 @@ class Generator:
     async def next_batch(self) -> GeneratedBatch | None:
         """The next batch; the last one may be smaller; None after it.
 
-        Raises GenerationError when too many groups fail or are filtered in a row, ActorDiedError when a process is
-        gone, and ConfigError when the filter's metric is not reported.
+        Raises GenerationError when too many groups fail in a row or are dropped for one batch, ActorDiedError when a
+        process is gone, and ConfigError when the filter's metric is not reported.
         """
         self._started = True
         began = time.monotonic()
@@ -299,22 +304,36 @@ class Generator:
             raise GenerationError(
                 f"{self._failed_in_a_row} groups in a row had no scored rollout; {self._common_error()}"
             )
-        filtering = self._settings.filter_metric is not None
-        if len(scored) < (self._settings.num_samples if filtering else max(self._settings.min_scored, 1)):
-            self._counts["dropped_groups"] += 1
-            return False
-        if self._settings.filter_metric is None or self._has_signal(scored, self._settings.filter_metric):
+        metric = self._settings.filter_metric
+        if len(scored) >= self._settings.fewest_scored and (metric is None or self._has_signal(scored, metric)):
             return True
-        self._counts["filtered_groups"] += 1
-        limit = self._settings.max_filter_tries * self._settings.batch_size
-        if self._counts["filtered_groups"] >= limit:
-            raise GenerationError(
-                f"dynamic filtering dropped {self._counts['filtered_groups']} groups for one batch and kept "
-                f"{len(self._ready)} of the {self._settings.batch_size} it needs: "
-                f"{self._settings.filter_metric} hardly ever varies within a group"
-                + (" or its mean is out of --algo.dynamic_filtering_range" if self._settings.filter_range else "")
-            )
+        self._counts["filtered_groups" if len(scored) >= self._settings.fewest_scored else "dropped_groups"] += 1
+        self._limit_replacements()
         return False
+
+    def _limit_replacements(self) -> None:
+        """GenerationError when so many groups were replaced since the last batch that all prompts might go this way."""
+        settings = self._settings
+        filtered, incomplete = self._counts["filtered_groups"], self._counts["dropped_groups"]
+        if filtered + incomplete < settings.max_filter_tries * settings.batch_size:
+            return
+        reasons = []
+        if filtered:
+            out = ", or its mean is out of --algo.dynamic_filtering_range" if settings.filter_range else ""
+            reasons.append(
+                f"{filtered} because {settings.filter_metric} does not vary within the group{out}: choose prompts that "
+                "the model answers right now and then"
+            )
+        if incomplete:
+            reasons.append(
+                f"{incomplete} with fewer than {settings.fewest_scored} scored rollouts: make the failures rarer "
+                f"({self._common_error()})"
+            )
+        raise GenerationError(
+            f"dropped {filtered + incomplete} groups for one batch and kept {len(self._ready)} of the "
+            f"{settings.batch_size} it needs; {'; '.join(reasons)}; or raise --algo.dynamic_filtering_max_tries above "
+            f"{settings.max_filter_tries}"
+        )
 
     def _has_signal(self, scored: Sequence[RolloutSummary], metric: str) -> bool:
         """Whether the metric varies within the group, and its mean lies strictly between the bounds."""

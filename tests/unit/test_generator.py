@@ -353,8 +353,37 @@ class TestFilter:
     def test_endless_filtering_stops_with_the_counts(self):
         world = World(answer=G1)
         generator = make_generator(world, 10_000, filter_metric="reward", max_filter_tries=3)
-        with pytest.raises(GenerationError, match="dropped 12 groups for one batch and kept 0 of the 4"):
+        with pytest.raises(
+            GenerationError,
+            match=r"dropped 12 groups for one batch and kept 0 of the 4 it needs; 12 because reward does not vary "
+            r"within the group: choose prompts .*; or raise --algo.dynamic_filtering_max_tries above 3$",
+        ):
             drive(generator, world)
+
+    def test_incomplete_groups_count_towards_the_same_limit_and_are_told_apart(self):
+        # Of every eight groups one is good, two do not vary and five lack a rollout; the batch of four is not full
+        # when 3 x 4 are dropped: after 8 dispatched groups 7 are, and after 5 more (2 filtered, 3 incomplete) 12.
+        bad = failing(lambda group, k: k == 3, num_samples=4)
+        answers = [G2, G1, G1, bad, bad, bad, bad, bad]
+        world = World(answer=lambda task, version: answers[int(task.group_id[2:]) % 8](task, version))
+        options = {"filter_metric": "reward", "num_samples": 4, "max_filter_tries": 3, "max_in_flight": 1}
+        generator = make_generator(world, 10_000, **options)
+        with pytest.raises(
+            GenerationError,
+            match=r"dropped 12 groups for one batch and kept 2 of the 4 it needs; 4 because reward does not vary.*"
+            r"; 8 with fewer than 4 scored rollouts: make the failures rarer .*8 of 8.*sandbox did not start",
+        ):
+            drive(generator, world)
+        assert len(world.started) == 14
+
+    def test_the_limit_is_per_batch(self):
+        # Three of four groups lack a rollout, so that four batches of four drop 48; 16 are allowed for each.
+        bad = failing(lambda group, k: k == 3, num_samples=4)
+        answers = [bad, bad, bad, G2]
+        world = World(answer=lambda task, version: answers[int(task.group_id[2:]) % 4](task, version))
+        options = {"filter_metric": "reward", "num_samples": 4, "max_in_flight": 1, "batch_size": 4}
+        batches = drive(make_generator(world, 64, max_filter_tries=4, **options), world)
+        assert [batch.stats["dropped_groups"] for _, batch in batches] == [12, 12, 12, 12]
 
     def test_a_metric_that_is_not_reported_is_named(self):
         world = World(answer=scores([0.0, 1.0], length=[1, 2]))
@@ -398,6 +427,12 @@ class TestFailures:
         batches = drive(make_generator(world, 9, min_scored=2), world)
         assert prompts(batches) == [f"0-{i}" for i in (0, 2, 3, 4, 5, 6, 7, 8)]
         assert batches[0][1].stats["dropped_groups"] == 1
+
+    def test_replacing_incomplete_groups_is_limited_without_filtering_too(self):
+        world = World(answer=failing(lambda group, k: k == 0))
+        generator = make_generator(world, 10_000, min_scored=2, max_filter_tries=5)
+        with pytest.raises(GenerationError, match=r"dropped 20 groups.*; 20 with fewer than 2 scored.*did not start"):
+            drive(generator, world)
 
     def test_when_everything_fails_the_run_stops_with_the_most_frequent_error(self):
         world = World(answer=failing(lambda group, k: True))
