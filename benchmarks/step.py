@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 OUT = Path("runs/bench")
-THREADS = 2
+THREADS = {"tiny": 1, "smollm2": 2}
+"""Of engine and trainer each, in the steps as in the bare parts: a tiny model's are too short to be shared out."""
 ARITHMETIC = ["--env.name", "arithmetic", "--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8"]
 MODELS = {
     "tiny": [*ARITHMETIC, "--rollout.max_new_tokens", "32", "--data.max_len", "96"],
@@ -60,8 +61,8 @@ def _measure(name: str, steps: int) -> dict[str, float | str]:
         *(sys.executable, "-m", "molt_core.cli", "train", "--device", "cpu", *MODELS[name]),
         *("--actor.model_name_or_path", str(folder / "model"), "--data.prompt_dataset", str(folder / "prompts.jsonl")),
         *("--train.force_sync_mode", "--train.num_episodes", "1000", "--train.max_steps", str(steps)),
-        *("--train.cpu_threads", str(THREADS), "--vllm.cpu_threads", str(THREADS), "--ckpt.disable_final_save"),
-        *("--logger.run_dir", str(folder / "run"), "--logger.num_rollouts", "1000"),
+        *("--train.cpu_threads", str(THREADS[name]), "--vllm.cpu_threads", str(THREADS[name])),
+        *("--ckpt.disable_final_save", "--logger.run_dir", str(folder / "run"), "--logger.num_rollouts", "1000"),
     ]
     subprocess.run(run, check=True)
     for part in ("vllm", "automodel"):
@@ -112,7 +113,7 @@ async def _bare_vllm(name: str) -> list[float]:
 
     max_len = int(MODELS[name][MODELS[name].index("--data.max_len") + 1])
     settings = EngineSettings.from_config(
-        VllmConfig(cpu_threads=THREADS), model=str(OUT / name / "model"), device="cpu", max_len=max_len
+        VllmConfig(cpu_threads=THREADS[name]), model=str(OUT / name / "model"), device="cpu", max_len=max_len
     )
     os.environ.update(settings.environment())
     from vllm import AsyncEngineArgs, SamplingParams
@@ -141,7 +142,7 @@ def _bare_automodel(name: str) -> list[float]:
 
     from molt_core.training.compat import automodel_on_cpu
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(THREADS[name])
     with automodel_on_cpu():
         model = NeMoAutoModelForCausalLM.from_pretrained(
             str(OUT / name / "model"), dtype=torch.float32, attn_implementation="sdpa", use_liger_kernel=False

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from torch import Tensor
 
 
@@ -158,6 +159,25 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         return sum(len(s.ids) for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """Where a rollout is. ``group``: the rollouts of its group, or a reference to them, one object, in Ray's store."""
+
+    group: ObjectRef | Sequence[Rollout]
+    index: int
+
+    @staticmethod
+    def fetch(places: Sequence[StoredRollout]) -> list[Rollout]:
+        """The rollouts, in order; what lies in Ray's store is fetched at once."""
+        refs = list({place.group: None for place in places if not isinstance(place.group, Sequence)})
+        groups: dict[Any, Sequence[Rollout]] = {}
+        if refs:
+            import ray
+
+            groups = dict(zip(refs, ray.get(refs), strict=True))
+        return [(p.group if isinstance(p.group, Sequence) else groups[p.group])[p.index] for p in places]
 
 
 @dataclass(frozen=True)

@@ -427,6 +427,5 @@ def _recorder(
         CheckpointStore(run_dir.checkpoints, config.ckpt.max_num),
         config.ckpt,
         config.logger,
-        fetch=ray.get,
         on_step=lambda step, metrics: plugins.hook.molt_step_finished(step=step, metrics=metrics),
     )

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from molt_core.config.toml import dump_toml
+from molt_core.contract import StoredRollout
 from molt_core.errors import ConfigError
 from molt_core.progress import Progress
 from molt_core.training.checkpoints import CheckpointStore
@@ -67,12 +68,11 @@ class RunRecorder:
         ckpt: CheckpointConfig,
         config: LoggerConfig,
         *,
-        fetch: Callable[[Any], Rollout] = lambda x: x,
         on_step: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ) -> None:
-        """``fetch`` resolves a summary's reference to its rollout; ``on_step`` is called after every step."""
+        """``on_step`` is called after every step."""
         self.run_dir, self.trackers, self.progress, self.store = run_dir, dict(trackers), progress, store
-        self.ckpt, self.config, self.fetch, self.on_step = ckpt, config, fetch, on_step
+        self.ckpt, self.config, self.on_step = ckpt, config, on_step
         self.evals: list[dict[str, float]] = []
         self.rewards: list[float] = []
         self.last_step = progress.start
@@ -95,7 +95,8 @@ class RunRecorder:
         if step % self.config.logging_steps == 0:
             self._each_tracker(lambda t: t.log(step, values))
         if batch is not None and self.config.num_rollouts:
-            samples = [self._sample(s) for s in _spread(batch.rollouts, self.config.num_rollouts)]
+            chosen = _spread(batch.rollouts, self.config.num_rollouts)
+            samples = [_record(rollout) for rollout in StoredRollout.fetch([summary.data for summary in chosen])]
             self._each_tracker(lambda t: t.log_rollouts(step, samples))
         if "rollout/reward_mean" in metrics:
             self.rewards.append(metrics["rollout/reward_mean"])
@@ -142,32 +143,33 @@ class RunRecorder:
         console.print(table)
         console.print(f"everything is in {self.run_dir.path}", highlight=False)
 
-    def _sample(self, summary: RolloutSummary) -> dict[str, Any]:
-        rollout = self.fetch(summary.data)
-        return {
-            "id": rollout.id,
-            "group_id": rollout.group_id,
-            "reward": rollout.reward,
-            "status": rollout.status.value,
-            "info": dict(rollout.info),
-            "text": rollout.text,
-            "segments": [
-                {
-                    "ids": s.ids.tolist(),
-                    "mask": s.action_mask.astype(int).tolist(),
-                    "logprobs": [round(float(x), 6) for x in s.logprobs],
-                    "versions": s.versions.tolist(),
-                }
-                for s in rollout.segments
-            ],
-        }
-
     def _each_tracker(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self.trackers.items():
             try:
                 call(tracker)
             except Exception:
                 logger.exception("tracker %s failed; the run goes on without this record", name)
+
+
+def _record(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as JSON."""
+    return {
+        "id": rollout.id,
+        "group_id": rollout.group_id,
+        "reward": rollout.reward,
+        "status": rollout.status.value,
+        "info": dict(rollout.info),
+        "text": rollout.text,
+        "segments": [
+            {
+                "ids": s.ids.tolist(),
+                "mask": s.action_mask.astype(int).tolist(),
+                "logprobs": [round(float(x), 6) for x in s.logprobs],
+                "versions": s.versions.tolist(),
+            }
+            for s in rollout.segments
+        ],
+    }
 
 
 def make_trackers(plugins: Plugins, config: LoggerConfig) -> dict[str, Tracker]:

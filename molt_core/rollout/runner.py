@@ -17,7 +17,7 @@ import numpy as np
 
 from molt_core.agents.env import Action, Env, EnvContext, Message, Result
 from molt_core.agents.reward import Reward, Score
-from molt_core.contract import Rollout, RolloutStatus, Segment, Turn
+from molt_core.contract import Rollout, RolloutStatus, Segment, StoredRollout, Turn
 from molt_core.data.overflow import OverflowReport, fit_prompt, grant_new_tokens
 from molt_core.rollout.actors import EngineDiedError, RunnerDiedError, call_actor
 from molt_core.rollout.engine import Completion, EngineRequest
@@ -95,7 +95,7 @@ class SegmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """A rollout without its tokens; ``data`` is a reference to the Rollout.
+    """A rollout without its tokens; ``data`` says where the Rollout is.
 
     ``reward`` is NaN unless the status is scored. ``failed_attempts``: how earlier attempts of this rollout ended.
     ``terminated``: the environment ended the episode.
@@ -108,11 +108,28 @@ class RolloutSummary:
     info: Mapping[str, float]
     num_turns: int
     segments: tuple[SegmentInfo, ...]
-    data: Any
+    data: StoredRollout
     seconds: float
     error: str = ""
     failed_attempts: tuple[RolloutStatus, ...] = ()
     terminated: bool = False
+
+    @classmethod
+    def of(cls, rollout: Rollout, data: StoredRollout, failed_attempts: Sequence[RolloutStatus] = ()) -> RolloutSummary:
+        return cls(
+            id=rollout.id,
+            group_id=rollout.group_id,
+            reward=rollout.reward,
+            status=rollout.status,
+            info=rollout.info,
+            num_turns=rollout.num_turns,
+            segments=tuple(SegmentInfo.of(segment) for segment in rollout.segments),
+            data=data,
+            seconds=rollout.seconds,
+            error=rollout.error,
+            failed_attempts=tuple(failed_attempts),
+            terminated=rollout.terminated,
+        )
 
     @property
     def num_actions(self) -> int:
@@ -198,11 +215,11 @@ class Runner:
         max_prompt_len: int | None = None,
         overflow: str = "drop",
         make_reward: Callable[[], Reward] | None = None,
-        put: Callable[[Rollout], Any] = lambda rollout: rollout,
+        put: Callable[[Sequence[Rollout]], Any] = lambda rollouts: rollouts,
         on_finished: Callable[[Rollout], None] = lambda rollout: None,
         index: int = 0,
     ) -> None:
-        """``put`` stores a finished rollout and returns the reference that goes into its summary."""
+        """``put`` stores the rollouts of a finished group and returns the reference that goes into their summaries."""
         self._pool = EnginePool(engines, start=index)
         self._template = template
         self._make_env, self._make_reward = make_env, make_reward
@@ -252,16 +269,21 @@ class Runner:
         """
         rollouts = [asyncio.create_task(self._run(task, sample)) for sample in range(task.num_samples)]
         try:
-            return list(await asyncio.gather(*rollouts))
+            ended = await asyncio.gather(*rollouts)
         finally:
-            for rollout in rollouts:
-                rollout.cancel()
+            for task_ in rollouts:
+                task_.cancel()
+        stored = self._put([rollout for rollout, _ in ended])
+        return [
+            RolloutSummary.of(rollout, StoredRollout(stored, index), failed)
+            for index, (rollout, failed) in enumerate(ended)
+        ]
 
     def close(self) -> None:
         self._threads.close()
 
-    async def _run(self, task: GroupTask, sample: int) -> RolloutSummary:
-        """One rollout, run again after failures of infrastructure."""
+    async def _run(self, task: GroupTask, sample: int) -> tuple[Rollout, Sequence[RolloutStatus]]:
+        """One rollout, run again after failures of infrastructure, and how its earlier attempts ended."""
         failed: list[RolloutStatus] = []
         while True:
             rollout = await self._attempt(task, sample, len(failed))
@@ -269,20 +291,7 @@ class Runner:
                 break
             failed.append(rollout.status)
         self._on_finished(rollout)
-        return RolloutSummary(
-            id=rollout.id,
-            group_id=rollout.group_id,
-            reward=rollout.reward,
-            status=rollout.status,
-            info=rollout.info,
-            num_turns=rollout.num_turns,
-            segments=tuple(SegmentInfo.of(segment) for segment in rollout.segments),
-            data=self._put(rollout),
-            seconds=rollout.seconds,
-            error=rollout.error,
-            failed_attempts=tuple(failed),
-            terminated=rollout.terminated,
-        )
+        return rollout, failed
 
     async def _attempt(self, task: GroupTask, sample: int, attempt: int) -> Rollout:
         started = time.monotonic()
@@ -327,10 +336,11 @@ class Runner:
             with self._pool.engine() as engine:
                 await self._take_turns(play, lease, env, engine, start)
         finally:
-            try:
-                await lease.call(env.close, timeout=self._env.turn_timeout)
-            except Exception as error:
-                logger.warning("rollout %s: close failed: %s", play.id, _describe(error))
+            if getattr(type(env), "close", None) is not Env.close:
+                try:
+                    await lease.call(env.close, timeout=self._env.turn_timeout)
+                except Exception as error:
+                    logger.warning("rollout %s: close failed: %s", play.id, _describe(error))
 
     async def _take_turns(
         self, play: _Play, lease: Lease, env: Env, engine: GeneratesTokens, start: Sequence[Message] | str

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 logger = logging.getLogger("molt")
@@ -92,21 +92,13 @@ class Lease:
         """
         give_up = time.monotonic() + max(timeout, 10 * GRACE)
         while time.monotonic() < give_up:
-            # Either the loop begins the call or we withdraw it: the future's own lock decides.
-            begun: Future[None] = Future()
-            outcome: Future[Any] = Future()
-            task = asyncio.run_coroutine_threadsafe(_run(begun, outcome, function, args), self._thread.loop)
+            call = _Call(self._thread.loop, function, args)
             try:
-                await asyncio.wait([asyncio.wrap_future(begun)], timeout=GRACE)
-                if not begun.cancel():
-                    done, _ = await asyncio.wait([future := asyncio.wrap_future(outcome)], timeout=timeout)
-                    if not done:
-                        raise CallTimeoutError(f"no answer within {timeout:g} seconds")
-                    return future.result()
+                if await call.ends_within(timeout):
+                    return call.outcome.result()
             finally:
-                if outcome.cancel():
-                    begun.cancel()
-                    task.cancel()
+                if not call.outcome.done():
+                    call.abandon()
                     self._thread.probe()
             if not self._threads.warned:
                 self._threads.warned = True
@@ -116,22 +108,77 @@ class Lease:
         raise BlockedLoopsError("environments or rewards block all event loops; put what blocks into asyncio.to_thread")
 
 
-async def _run(begun: Future[None], outcome: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Call ``function``, and say so from within: a task's own callbacks would wait for a neighbour that blocks next."""
-    if not begun.set_running_or_notify_cancel():
-        return
-    begun.set_result(None)
-    value: Any = None
-    error: BaseException | None = None
-    try:
-        result = function(*args)
-        value = await result if inspect.isawaitable(result) else result
-    except asyncio.CancelledError:
-        error = RuntimeError("the call cancelled itself")
-    except (SystemExit, KeyboardInterrupt, StopIteration) as stop:
-        # None of them may pass through a loop or its futures.
-        error = RuntimeError(f"{type(stop).__name__}: {stop}")
-    except BaseException as failure:
-        error = failure
-    if outcome.set_running_or_notify_cancel():
-        outcome.set_result(value) if error is None else outcome.set_exception(error)
+class _Call:
+    """A call handed to another loop: begun there or withdrawn here, never both."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._loop, self._function, self._args = loop, function, args
+        self._caller = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[Any] = self._caller.create_future()
+        self._ticket = [True]  # whoever pops it decides; a pop is atomic
+        self._begun: float | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._sent = time.monotonic()
+        loop.call_soon_threadsafe(self._begin)
+
+    async def ends_within(self, timeout: float) -> bool:
+        """True when it ended within ``timeout`` seconds of its beginning, False when no beginning came within GRACE.
+
+        CallTimeoutError when it began and did not end.
+        """
+        left = min(timeout, GRACE)
+        while True:
+            await asyncio.wait([self.outcome], timeout=left)
+            if self.outcome.done():
+                return True
+            begun = self._begun
+            left = (self._sent + GRACE if begun is None else begun + timeout) - time.monotonic()
+            if left <= 0 and begun is not None:
+                raise CallTimeoutError(f"no answer within {timeout:g} seconds")
+            if left <= 0 and self._claim():
+                return False
+            left = max(left, 0.001)
+
+    def abandon(self) -> None:
+        """Nobody waits any more: cancel it, or keep it from beginning."""
+        self.outcome.cancel()
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _claim(self) -> bool:
+        """Whether the caller of this decides, once per call: to begin it, or that it does not begin."""
+        try:
+            return self._ticket.pop()
+        except IndexError:
+            return False
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._run())
+
+    def _stop(self) -> None:
+        self._claim()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        if not self._claim():
+            return
+        self._begun = time.monotonic()
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            result = self._function(*self._args)
+            value = await result if inspect.isawaitable(result) else result
+        except asyncio.CancelledError:
+            error = RuntimeError("the call cancelled itself")
+        except (SystemExit, KeyboardInterrupt, StopIteration) as stop:
+            # None of them may pass through a loop or its futures.
+            error = RuntimeError(f"{type(stop).__name__}: {stop}")
+        except BaseException as failure:
+            error = failure
+        # From within, and not by a callback of the task: that would wait for a neighbour that blocks next.
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+            self._caller.call_soon_threadsafe(self._settle, value, error)
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(value) if error is None else self.outcome.set_exception(error)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from molt_core.contract import Rollout, Segment
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
+from molt_core.contract import Rollout, Segment, StoredRollout
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
     """One segment to train, without its tokens, so that the driver stays light.
 
-    ``source`` is where the tokens are: a Rollout, a reference to one in Ray's object store, or a Segment itself.
+    ``source`` is where the tokens are: a StoredRollout, a Rollout, or a Segment itself.
     ``segment`` is the index within the rollout. ``length`` T and ``num_actions`` are the segment's. ``advantage`` is
     one number, or (T-1,) float32 on the next-token axis; for a critic it is the return. ``rollout``
     and ``group`` number the rollout and its prompt.
     """
 
-    source: ObjectRef | Rollout | Segment
+    source: StoredRollout | Rollout | Segment
     segment: int
     length: int
     num_actions: int
@@ -84,14 +81,10 @@ class ObjectiveSpec:
 
 def resolve_segments(rows: Sequence[TrainRow]) -> list[Segment]:
     """The segment of every row, in order; objects in Ray's store are fetched at once."""
-    refs = list({row.source: None for row in rows if not isinstance(row.source, Rollout | Segment)})
-    if refs:
-        import ray
-
-        fetched = dict(zip(refs, ray.get(refs), strict=True))
+    stored = iter(StoredRollout.fetch([row.source for row in rows if isinstance(row.source, StoredRollout)]))
     segments = []
     for row in rows:
-        source = row.source if isinstance(row.source, Rollout | Segment) else fetched[row.source]
+        source = next(stored) if isinstance(row.source, StoredRollout) else row.source
         segment = source if isinstance(source, Segment) else source.segments[row.segment]
         assert len(segment.ids) == row.length, f"a row of length {row.length} points at {len(segment.ids)} tokens"
         assert segment.num_actions == row.num_actions, "a row and its segment disagree about the action tokens"

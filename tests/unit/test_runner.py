@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from molt_core import ConfigError, Env, Result, Reward, RolloutStatus, Score
 from molt_core.config.rl import EnvConfig, RewardConfig
-from molt_core.contract import Segment
+from molt_core.contract import Segment, StoredRollout
 from molt_core.rollout import threads
 from molt_core.rollout.actors import EngineDiedError
 from molt_core.rollout.runner import GroupTask, Runner, SamplingSettings, SegmentInfo, as_number, stable_seed
@@ -92,6 +92,11 @@ def say(text="a", end=END):
     return completion([*encode(text), end])
 
 
+def segments_of(summary):
+    (rollout,) = StoredRollout.fetch([summary.data])
+    return rollout.segments
+
+
 GO_ON = Result(observation=[{"role": "user", "content": "no"}])
 STOP = Result(reward=1.0, terminated=True)
 
@@ -105,7 +110,7 @@ class TestTokens:
             ]
         )
         summary = play_one(engine, row={"prompt": [{"role": "user", "content": "AB"}], "results": [GO_ON, STOP]})
-        (segment,) = summary.data.segments
+        (segment,) = segments_of(summary)
         assert segment.ids.tolist() == [65, 66, 31, 32, END, 110, 111, 33, END]
         assert segment.action_mask.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
         np.testing.assert_allclose(segment.logprobs, [0, 0, -0.1, -0.2, -4.60517, 0, 0, -0.3, -0.4])
@@ -114,27 +119,27 @@ class TestTokens:
 
     def test_a_sampled_end_token_keeps_its_own_logprob(self):
         summary = play_one(ScriptedEngine([completion([31, 32, END], [-0.1, -0.2, -4.60517])]))
-        segment = summary.data.segments[0]
+        segment = segments_of(summary)[0]
         assert segment.ids.tolist()[-3:] == [31, 32, END]
         np.testing.assert_allclose(segment.logprobs[-3:], [-0.1, -0.2, -4.60517])
 
     def test_an_end_token_that_nobody_sampled_is_not_trained(self):
         answers = [completion([31, 32], [-0.1, -0.2]), say()]
         summary = play_one(ScriptedEngine(answers), row={"results": [GO_ON, STOP]})
-        segment = summary.data.segments[0]
+        segment = segments_of(summary)[0]
         assert segment.ids.tolist()[1:4] == [31, 32, END]
         assert segment.action_mask.tolist()[1:4] == [True, True, False]
 
     def test_any_end_token_ends_a_turn_without_being_cut_off(self):
         summary = play_one(ScriptedEngine([completion([31, 32, OTHER_END])]))
         assert summary.status == RolloutStatus.COMPLETED
-        assert summary.data.segments[0].action_mask.tolist() == [False, True, True, True]
+        assert segments_of(summary)[0].action_mask.tolist() == [False, True, True, True]
 
     def test_a_turn_cut_by_length_gets_no_end_token_and_counts_as_truncated(self):
         summary = play_one(ScriptedEngine([completion([31, 32], [-0.1, -0.2], finish_reason="length")]))
         assert summary.status == RolloutStatus.TRUNCATED
         assert summary.reward == 1.0
-        assert summary.data.segments[0].ids.tolist()[1:] == [31, 32]
+        assert segments_of(summary)[0].ids.tolist()[1:] == [31, 32]
 
     @pytest.mark.parametrize(
         ("results", "status", "terminated"),
@@ -213,7 +218,7 @@ class TestBudget:
         summary = play_one(engine, max_len=9, row={"prompt": [{"role": "user", "content": "x" * 9}]})
         assert summary.status == RolloutStatus.EMPTY
         assert "9 > 8" in summary.error
-        assert summary.data.segments == ()
+        assert segments_of(summary) == ()
 
     def test_a_prompt_that_is_too_long_is_cut_on_the_left_where_asked(self):
         engine = ScriptedEngine(lambda r: completion([END]))
