@@ -100,10 +100,13 @@ def check_train(config: RLConfig, plugins: Plugins) -> TrainInputs:
     trust = config.fsdp.trust_remote_code
     check_model(config.actor.model_name_or_path, "actor.model_name_or_path", trust, config.data.max_len)
     check_tokenizer(config.actor.model_name_or_path, "actor.model_name_or_path", trust)
-    check_schedule(config.actor.lr_scheduler)
-    _check_reference(config, KlPlan.of(config, estimator.needs))
-    if config.critic.model_name_or_path:
-        check_model(config.critic.model_name_or_path, "critic.model_name_or_path", trust)
+    check_schedule(config.actor, "actor")
+    kl = KlPlan.of(config, estimator.needs)
+    advise_on_kl(kl)
+    _check_scorer(config, kl.model, "reference model", "ref.model_name_or_path")
+    if estimator.needs.values:
+        check_schedule(config.critic, "critic")
+        _check_scorer(config, critic_config(config).model_name_or_path, "critic", "critic.model_name_or_path")
 
     assert config.data.prompt_dataset is not None
     rows = read_rows(config.data.prompt_dataset, max_samples=config.data.max_samples, columns=env.columns)
@@ -143,18 +146,18 @@ def _check_loss(config: RLConfig, plugins: Plugins) -> type[Loss]:
     return loss
 
 
-def _check_reference(config: RLConfig, kl: KlPlan) -> None:
-    """The reference model scores the policy's tokens, so both must mean the same by them."""
-    advise_on_kl(kl)
-    actor = config.actor.model_name_or_path
-    if kl.model is None or kl.model == actor:
+def _check_scorer(config: RLConfig, model: str | None, role: str, flag: str) -> None:
+    """Another model than the actor that scores the actor's tokens: both must mean the same by them."""
+    actor, trust = config.actor.model_name_or_path, config.fsdp.trust_remote_code
+    if model is None or model == actor:
         return
-    check_model(kl.model, "ref.model_name_or_path", config.fsdp.trust_remote_code)
-    difference = vocabulary_difference(actor, kl.model, config.fsdp.trust_remote_code)
+    check_model(model, flag, trust, config.data.max_len)
+    check_tokenizer(model, flag, trust)
+    difference = vocabulary_difference(actor, model, trust)
     if difference:
         raise ConfigError(
-            f"the reference model {kl.model} has another vocabulary than {actor} ({difference}), so it cannot score "
-            "the tokens: set --ref.model_name_or_path to a model with the actor's tokenizer"
+            f"the {role} {model} has another vocabulary than {actor} ({difference}), so it cannot score the tokens: "
+            f"set --{flag} to a model with the actor's tokenizer"
         )
 
 
@@ -253,7 +256,7 @@ def check_sft(config: SFTConfig, plugins: Plugins) -> SftInputs:
     model, trust = config.model.model_name_or_path, config.fsdp.trust_remote_code
     check_model(model, "model.model_name_or_path", trust)
     check_tokenizer(model, "model.model_name_or_path", trust)
-    check_schedule(config.model.lr_scheduler)
+    check_schedule(config.model, "model")
     assert config.data.dataset is not None
     conversations = read_conversations(
         config.data.dataset,

@@ -4,6 +4,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One frozen section; unknown keys are errors."""
+    """One frozen section; unknown keys are errors, and NaN and infinity unless a section allows them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from molt_core.config.kl import kl_problems
-from molt_core.config.rl import CriticConfig, RLConfig
+from molt_core.config.idle import idle_problems
+from molt_core.config.kl import KlPlan, kl_problems
+from molt_core.config.rl import AdvantageConfig, RLConfig
 from molt_core.config.sft import SFTConfig
 from molt_core.config.shared import CheckpointConfig, FsdpConfig, TrainedModelConfig
 from molt_core.errors import ConfigError
@@ -45,14 +45,12 @@ def check_rl(config: RLConfig, estimator_needs: EstimatorNeeds, *, single_step_l
         [
             *_estimator(config, estimator_needs),
             *kl_problems(config, estimator_needs),
-            *_critic(config, estimator_needs),
+            *idle_problems(config, estimator_needs),
             *_batches(config),
-            *_policy_lag(config),
+            *_policy_lag(config, estimator_needs),
             *(_single_step_loss(config) if single_step_loss else ()),
             *_correction(config),
-            *_aggregation(config),
             *_rewards(config),
-            *(() if estimator_needs.reward else _unused_rewards(config)),
             *_filtering(config),
             *_sampling(config),
             *_lengths(config),
@@ -99,20 +97,6 @@ def _estimator(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
         )
 
 
-def _critic(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
-    yield from _betas("critic", config.critic)
-    if needs.values:
-        return
-    name = config.algo.advantage.estimator
-    if config.actor.freezing_steps:
-        yield (
-            f"--actor.freezing_steps trains the critic alone, and estimator {name} has none: set it to 0, or choose an "
-            "estimator that needs values"
-        )
-    if config.critic != CriticConfig():
-        yield f"the options of --critic have no effect, because estimator {name} has no critic: leave them out"
-
-
 def _rows(config: RLConfig) -> int:
     """Rollouts per step."""
     return config.rollout.batch_size * config.rollout.n_samples_per_prompt
@@ -140,9 +124,9 @@ def _batches(config: RLConfig) -> Iterator[str]:
         )
 
 
-def _policy_lag(config: RLConfig) -> Iterator[str]:
+def _policy_lag(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
     """Off-policy data without a correction is refused; so is what contradicts the strictly on-policy mode."""
-    train = config.train
+    train, kl = config.train, config.algo.kl
     if config.algo.advantage.is_correction_level == "off":
         fix = "set --algo.advantage.is_correction_level token"
         if not train.force_sync_mode:
@@ -154,6 +138,11 @@ def _policy_lag(config: RLConfig) -> Iterator[str]:
             )
     if not train.force_sync_mode:
         return
+    if KlPlan.of(config, needs).use == "loss" and kl.ref == "rollout" and not _several_steps(config):
+        yield (
+            "with --train.force_sync_mode and one optimizer step per batch the trained policy is the one that sampled, "
+            "so a KL to it would have no effect: set --algo.kl.ref reference, or --algo.kl.init_coef 0"
+        )
     if train.async_queue_size > 1:
         yield (
             "--train.force_sync_mode never runs ahead: set --train.async_queue_size 1, or --no-train.force_sync_mode"
@@ -178,41 +167,46 @@ def _single_step_loss(config: RLConfig) -> Iterator[str]:
 
 def _correction(config: RLConfig) -> Iterator[str]:
     advantage = config.algo.advantage
-    level, mode, gating = advantage.is_correction_level, advantage.is_correction_mode, advantage.is_correction_gating
-    low, high = advantage.is_correction_threshold
-    if gating != "ratio":
-        if level == "off":
-            yield f"gating {gating} without a correction does nothing: set --algo.advantage.is_correction_level token"
-        if mode != "mask":
-            yield f"the gating {gating} masks whole sequences: set --algo.advantage.is_correction_mode mask, not {mode}"
-        if low != 0:
-            yield (
-                f"the gating {gating} has no lower bound: set --algo.advantage.is_correction_threshold 0 {high}, "
-                f"where {high} is the largest divergence"
-            )
-        most = {"tv": 1, "binary_kl": MAX_BINARY_KL}[gating]
-        if high >= most:
-            yield (
-                f"{gating} is at most {most}, so {high} admits everything: "
-                "lower --algo.advantage.is_correction_threshold"
-            )
-    elif level in ("seq", "geo") and mode != "mask":
-        yield (
-            f"correction level {level} works on whole sequences, which can only be masked: "
-            "set --algo.advantage.is_correction_mode mask"
-        )
+    mode, gating, band = (
+        advantage.is_correction_mode,
+        advantage.is_correction_gating,
+        advantage.is_correction_threshold,
+    )
+    low, high = band
+    if advantage.is_correction_level == "off":
+        return
     if not low < high:
         yield f"--algo.advantage.is_correction_threshold {low} {high} is an empty band: LOW must be less than HIGH"
-    if math.isinf(high):
-        yield "--algo.advantage.is_correction_threshold needs a finite HIGH"
-
-
-def _aggregation(config: RLConfig) -> Iterator[str]:
-    if config.actor.loss_agg_norm is not None and config.actor.loss_agg_mode != "seq-mean-token-sum":
+    elif gating != "ratio":
+        yield from _gate(gating, mode, low, high)
+    elif advantage.is_correction_level in ("seq", "geo") and mode != "mask":
         yield (
-            f"--actor.loss_agg_norm has no effect with {config.actor.loss_agg_mode}: leave it out, "
-            "or set --actor.loss_agg_mode seq-mean-token-sum"
+            f"correction level {advantage.is_correction_level} works on whole sequences, which can only be masked: "
+            "set --algo.advantage.is_correction_mode mask"
         )
+    elif not low <= 1 <= high:
+        yield (
+            f"--algo.advantage.is_correction_threshold {low} {high} leaves out 1, the ratio of an unchanged policy: "
+            "set LOW to 1 or less and HIGH to 1 or more"
+        )
+    elif mode == "trunc" and low != 0 and band != AdvantageConfig().is_correction_threshold:
+        yield (
+            f"mode trunc has no lower bound, so {low} would have no effect: set "
+            f"--algo.advantage.is_correction_threshold 0 {high}, or --algo.advantage.is_correction_mode clip"
+        )
+
+
+def _gate(gating: str, mode: str, low: float, high: float) -> Iterator[str]:
+    if mode != "mask":
+        yield f"the gating {gating} masks whole sequences: set --algo.advantage.is_correction_mode mask, not {mode}"
+    if low != 0:
+        yield (
+            f"the gating {gating} has no lower bound: set --algo.advantage.is_correction_threshold 0 {high}, "
+            f"where {high} is the largest divergence"
+        )
+    most = {"tv": 1, "binary_kl": MAX_BINARY_KL}[gating]
+    if high >= most:
+        yield f"{gating} is at most {most}, so {high} admits everything: lower --algo.advantage.is_correction_threshold"
 
 
 def _rewards(config: RLConfig) -> Iterator[str]:
@@ -223,6 +217,12 @@ def _rewards(config: RLConfig) -> Iterator[str]:
     if (reward.overlong_max is None) != (reward.overlong_buffer is None):
         yield "a penalty on length needs both --reward.overlong_max and --reward.overlong_buffer: give the other too"
     elif reward.overlong_max is not None and reward.overlong_buffer is not None:
+        longest = _longest_rollout(config)
+        if reward.overlong_max > longest:
+            yield (
+                f"--reward.overlong_max {reward.overlong_max} is more than the {longest} tokens that a rollout can "
+                "sample: lower it, or raise --data.max_len, --rollout.max_new_tokens or --env.max_turns"
+            )
         if reward.overlong_buffer > reward.overlong_max:
             yield (
                 f"--reward.overlong_buffer {reward.overlong_buffer} is more than --reward.overlong_max "
@@ -235,20 +235,10 @@ def _rewards(config: RLConfig) -> Iterator[str]:
             )
 
 
-def _unused_rewards(config: RLConfig) -> Iterator[str]:
-    """What shapes, gives or filters by rewards, with an estimator that ignores them."""
-    reward = config.reward
-    given = {
-        "--reward.name": reward.name is not None,
-        "--reward.overlong_max with --reward.overlong_buffer": reward.overlong_max or reward.overlong_buffer,
-        "--reward.stop_properly": reward.stop_properly != 1,
-        "--algo.dynamic_filtering_enable": config.algo.dynamic_filtering_enable,
-    }
-    for name in (name for name, is_given in given.items() if is_given):
-        yield (
-            f"estimator {config.algo.advantage.estimator} ignores rewards: leave {name} out, or choose another "
-            "--algo.advantage.estimator"
-        )
+def _longest_rollout(config: RLConfig) -> int:
+    """The most tokens that a rollout can sample: what the context has after one token of a prompt, turn by turn."""
+    turns = config.env.max_turns * (config.rollout.max_new_tokens or config.data.max_len)
+    return min(config.data.max_len - 1, turns)
 
 
 def _filtering(config: RLConfig) -> Iterator[str]:
@@ -258,13 +248,9 @@ def _filtering(config: RLConfig) -> Iterator[str]:
             "dynamic filtering drops groups that do not vary, and a group of one never does: "
             "set --rollout.n_samples_per_prompt to 2 or more, or --no-algo.dynamic_filtering_enable"
         )
-    if algo.dynamic_filtering_range is None:
-        return
-    low, high = algo.dynamic_filtering_range
+    low, high = algo.dynamic_filtering_range or (0, 1)
     if not low < high:
         yield f"--algo.dynamic_filtering_range {low} {high} keeps no group: LOW must be less than HIGH"
-    if not algo.dynamic_filtering_enable:
-        yield "--algo.dynamic_filtering_range does nothing alone: set --algo.dynamic_filtering_enable, or leave it out"
 
 
 def _sampling(config: RLConfig) -> Iterator[str]:
@@ -289,9 +275,8 @@ def _lengths(config: RLConfig) -> Iterator[str]:
 
 
 def _ranges(config: RLConfig) -> Iterator[str]:
-    if not math.isfinite(config.actor.entropy_coef):
-        yield f"--actor.entropy_coef {config.actor.entropy_coef} is not a finite number: give one, or leave it out"
     yield from _betas("actor", config.actor)
+    yield from _betas("critic", config.critic)
     short = {"eps_clip_low_high": config.actor.eps_clip_low_high, "dual_clip": config.actor.dual_clip}
     for name, value in short.items():
         if value is not None and name in config.actor.loss_args:
@@ -308,8 +293,6 @@ def _evaluation(config: RLConfig) -> Iterator[str]:
     steps = config.eval.steps
     if steps == 0 or steps < -1:
         yield f"--eval.steps {steps}: give 1 or more, or -1 for never"
-    if config.eval.dataset is None and (steps > 0 or config.eval.at_start):
-        yield "an evaluation was asked for without held-out prompts: set --eval.dataset"
 
 
 def _checkpoints(config: CheckpointConfig) -> Iterator[str]:

@@ -70,13 +70,6 @@ def kl_problems(config: RLConfig, needs: EstimatorNeeds) -> Iterator[str]:
             "a KL to the rollout policy is no reward, since that policy is the one that is trained: "
             "set --algo.kl.use_loss, or --algo.kl.ref reference"
         )
-    if plan.model is None and config.ref.model_name_or_path is not None:
-        yield (
-            "--ref.model_name_or_path has no effect without a KL to the reference: leave it out, or set "
-            "--algo.kl.init_coef above 0 with --algo.kl.ref reference"
-        )
-    if kl.target is not None and plan.use == "off":
-        yield "--algo.kl.target steers a coefficient that is 0: set --algo.kl.init_coef above 0, or leave it out"
     if kl.target is not None and plan.use == "loss" and plan.estimator == "k1":
         yield "--algo.kl.target needs a KL term with a gradient towards the reference: set --algo.kl.estimator k2 or k3"
 

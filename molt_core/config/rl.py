@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from molt_core.config.base import Section
 from molt_core.config.shared import (
@@ -48,8 +48,8 @@ class CriticConfig(TrainedModelConfig):
 
     model_name_or_path: str = Field("", description="Checkpoint of its backbone. Default: the actor's.")
     adam: CriticAdamConfig = CriticAdamConfig()
-    value_clip: PositiveFloat | None = Field(
-        0.2, description="A value gains nothing by moving further than this from its old one in a step; none: no clip."
+    value_clip: NonNegativeFloat = Field(
+        0.2, description="A value gains nothing by moving further than this from its old one in a step; 0: no clip."
     )
     max_epochs: PositiveInt | None = Field(
         None, description="Passes over each step's rollouts. Default: train.max_epochs."
@@ -73,6 +73,8 @@ class DataConfig(Section):
 class EnvConfig(Section):
     """The environment."""
 
+    model_config = ConfigDict(allow_inf_nan=True)
+
     name: str = Field(
         "single-turn",
         description="Environment plugin, `./file.py:Class` or `module:Class`. The default asks and gives no reward.",
@@ -88,6 +90,8 @@ class EnvConfig(Section):
 
 class RewardConfig(Section):
     """The reward."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     name: str | None = Field(None, description="Reward plugin; none: the environment's own reward.")
     args: dict[str, Any] = Field({}, description="Options of the reward.")
@@ -156,6 +160,8 @@ class KlConfig(Section):
 
 class AlgoConfig(Section):
     """The algorithm."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     advantage: AdvantageConfig = AdvantageConfig()
     kl: KlConfig = KlConfig()

@@ -31,13 +31,31 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: AdamConfig) -> O
     )
 
 
-def check_schedule(name: str) -> None:
-    """Raises ConfigError for a schedule that does not exist or needs more than a step count."""
+def check_schedule(config: TrainedModelConfig, section: str) -> None:
+    """Raises ConfigError for a schedule that does not exist or needs more than a step count, and for its idle options.
+
+    ``section``: where the user finds them.
+    """
+    accepts = _options_of(config.lr_scheduler, f"--{section}.lr_scheduler")
+    used_by = {"lr_warmup_ratio": {"num_warmup_steps"}, "min_lr_ratio": {"min_lr_rate", "min_lr_ratio"}}
+    for option, names in used_by.items():
+        value = getattr(config, option)
+        if value not in (0, type(config).model_fields[option].default) and accepts.isdisjoint(names):
+            raise ConfigError(
+                f"--{section}.{option} has no effect with the schedule {config.lr_scheduler}: leave it out, or choose "
+                f"another --{section}.lr_scheduler"
+            )
+
+
+def _options_of(name: str, flag: str) -> set[str]:
+    """What the Hugging Face schedule of that name can be told; ConfigError if it is none of those usable here."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-    known = sorted(kind.value for kind in TYPE_TO_SCHEDULER_FUNCTION if kind.value not in _NEED_A_METRIC)
+    functions: dict[str, Any] = {kind.value: made for kind, made in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    known = sorted(functions.keys() - set(_NEED_A_METRIC))
     if name not in known:
-        raise ConfigError(f"lr_scheduler {name!r} is not usable here; write one of {', '.join(known)}")
+        raise ConfigError(f"{flag} {name!r} is not usable here; write one of {', '.join(known)}")
+    return set(inspect.signature(functions[name]).parameters)
 
 
 def build_scheduler(optimizer: Optimizer, config: TrainedModelConfig, num_steps: int) -> LRScheduler:
@@ -46,13 +64,10 @@ def build_scheduler(optimizer: Optimizer, config: TrainedModelConfig, num_steps:
     Warm-up takes ceil(num_steps * lr_warmup_ratio) steps and starts at 0. ``warmup_stable_decay`` decays over the last
     tenth. The lowest rate is min_lr_ratio of the peak where the schedule has such an option.
     """
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
-    from transformers.trainer_utils import SchedulerType
+    from transformers.optimization import get_scheduler
 
     name = config.lr_scheduler
-    check_schedule(name)
-    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
-    accepts = inspect.signature(function).parameters
+    accepts = _options_of(name, "lr_scheduler")
     warmup = math.ceil(num_steps * config.lr_warmup_ratio)
     specific: dict[str, float] = {}
     if "min_lr_rate" in accepts:

@@ -199,7 +199,8 @@ class TrainWorker:
                 self.critic.net.sync_gradients(k == len(window) - 1)
                 values = self.critic.net.score(batch)[:, :-1]
                 before = old[w][k] if old else values.detach()
-                loss, metrics = value_loss(values, before, batch.advantages, batch.mask, self.spec.critic.value_clip)
+                clip = self.spec.critic.value_clip or None
+                loss, metrics = value_loss(values, before, batch.advantages, batch.mask, clip)
                 tally.add_masked({f"critic/{name}": value for name, value in metrics.items()}, batch.mask)
                 total = aggregate(loss, batch.mask, "token-mean", totals)
                 self.critic.backward(total, "value_loss", 1 / len(window), tally)

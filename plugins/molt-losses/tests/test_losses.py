@@ -86,7 +86,7 @@ def test_gspo_gradient_is_the_sequence_ratio_on_every_action_token():
 
 def test_cispo_keeps_every_gradient_and_bounds_its_weight():
     given_ = from_ratios([0.5, 2.0, 9.0], [1.0, -2.0, 1.0])
-    loss, metrics = make(Cispo, eps_clip_low_high=(0.2, 3.0)).token_loss(given_)
+    loss, metrics = make(Cispo, eps_clip_low_high=(0.0, 3.0)).token_loss(given_)
     logp = [math.log(r) - 2.0 for r in (0.5, 2.0, 9.0)]
     torch.testing.assert_close(loss, torch.tensor([[-0.5 * logp[0], 4.0 * logp[1], -3.0 * logp[2]]]))
     assert metrics["policy_clip_ratio"].tolist() == [[0, 0, 1]]

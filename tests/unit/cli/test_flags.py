@@ -143,3 +143,8 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path_factory, args, 
     path.write_text(dump_toml(config), encoding="utf-8")
     assert resolve(RLConfig, [path], []) == config
     assert "max_steps" in read_toml(path)["train"] or steps is None
+
+
+@pytest.mark.parametrize("model", [RLConfig, SFTConfig])
+def test_what_may_be_unset_is_unset_by_default_so_that_leaving_it_out_means_the_same(model):
+    assert {flag.name for flag in flags(model) if flag.optional and flag.default is not None} == set()

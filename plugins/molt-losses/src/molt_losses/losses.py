@@ -100,9 +100,9 @@ class Cispo(Loss):
     class Config(BaseModel, extra="forbid", frozen=True):
         """Options of cispo."""
 
-        eps_clip_low_high: tuple[float, Annotated[float, Field(ge=1)]] = Field(
+        eps_clip_low_high: tuple[Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1)]] = Field(
             (0.0, 5.0),
-            description="LOW HIGH: HIGH is the largest weight itself; LOW is unused, there is no lower bound.",
+            description="LOW HIGH: HIGH is the largest weight itself; LOW is 0, since there is no lower bound.",
         )
 
     def token_loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
