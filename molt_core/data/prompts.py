@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ class PromptCursor:
     another one goes on exactly where that one was.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool, num_episodes: int) -> None:
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool, num_episodes: int, digest: str = "") -> None:
+        """``digest``: of the rows' content (:func:`digest_of`), by which another cursor knows them again."""
         assert num_rows > 0
-        self._identity = {"num_rows": num_rows, "seed": seed, "shuffle": shuffle}
+        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
+        self._identity = {"num_rows": num_rows, "seed": seed, "shuffle": shuffle, "digest": digest}
         self._num_episodes = num_episodes
         self._episode = 0
         self._position = 0
@@ -52,7 +55,14 @@ class PromptCursor:
         self._order = self._make_order()
 
     def _make_order(self) -> np.ndarray:
-        num_rows, seed = self._identity["num_rows"], self._identity["seed"]
-        if not self._identity["shuffle"]:
-            return np.arange(num_rows)
-        return np.random.default_rng([abs(seed), int(seed < 0), self._episode]).permutation(num_rows)
+        if not self._shuffle:
+            return np.arange(self._num_rows)
+        return np.random.default_rng([abs(self._seed), int(self._seed < 0), self._episode]).permutation(self._num_rows)
+
+
+def digest_of(rows: Iterable[bytes]) -> str:
+    """A short digest of rows of bytes, in their order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(len(row).to_bytes(8, "big") + row)
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from molt_core.config.sft import SftTrainConfig
 from molt_core.contract import Segment
-from molt_core.data.prompts import PromptCursor
+from molt_core.data.prompts import PromptCursor, digest_of
 from molt_core.training.rows import TrainRow
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def run_sft(
     state)`` is called after each optimizer step, from 1; ``state`` is JSON for a checkpoint, and passed back here it
     makes the run go on behind that step.
     """
-    cursor = PromptCursor(len(segments), seed=config.seed, shuffle=True, num_episodes=config.max_epochs)
+    digest = digest_of(segment.ids.tobytes() + segment.action_mask.tobytes() for segment in segments)
+    cursor = PromptCursor(len(segments), seed=config.seed, shuffle=True, num_episodes=config.max_epochs, digest=digest)
     step = 0
     if state is not None:
         cursor.load(state["cursor"])

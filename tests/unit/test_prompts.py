@@ -67,7 +67,7 @@ def test_more_episodes_on_resume_go_on_after_the_last_one():
     assert [episode for episode, _ in drain(longer)] == [1, 1]
 
 
-@pytest.mark.parametrize("change", [{"num_rows": 4}, {"seed": 1}, {"shuffle": False}])
+@pytest.mark.parametrize("change", [{"num_rows": 4}, {"seed": 1}, {"shuffle": False}, {"digest": "other rows"}])
 def test_a_state_of_other_data_is_refused(change):
     options = {"num_rows": 3, "seed": 0, "shuffle": True, "num_episodes": 1}
     cursor = PromptCursor(**{**options, **change})
