@@ -78,6 +78,8 @@ def correct(
     - gating "binary_kl" or "tv", in mode "mask" at any level: w for all tokens of the rows that :func:`gate` admits by
       their ``logprobs`` (those of the current policy, (B, L); the old ones if None) with the threshold high, else 0.
 
+    What decides about rows ("seq", "geo", a gate) does not bound the weights of their tokens, which are up to e^30.
+
     A token whose ratio is NaN cannot be corrected and gets weight 0, at level "off" excepted. Denominators do not
     change: what is dropped still counts. Metrics: ``is_filter_ratio``, the share out of the band, (B, L) for tokens,
     (B,) for rows; ``is_weight``, the weight, (B, L); ``is_nonfinite_ratio``, the share of NaN, (B, L); ``vllm_kl``,
