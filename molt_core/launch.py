@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from molt_core.config.checks import check_sft as check_sft_options
 from molt_core.config.kl import KlPlan, advise_on_kl
 from molt_core.config.rl import CriticConfig
 from molt_core.data.conversations import Conversations, read_conversations
-from molt_core.data.prompts import PromptCursor
+from molt_core.data.prompts import PromptCursor, digest_of
 from molt_core.data.rows import read_rows
 from molt_core.errors import ConfigError
 from molt_core.evaluation import Evaluator
@@ -35,7 +36,7 @@ from molt_core.loop import Parts
 from molt_core.loop import train as run_loop
 from molt_core.plugins import Plugins
 from molt_core.progress import Columns, Progress
-from molt_core.rollout.engine import EngineSettings, RemoteEngine, start_engines
+from molt_core.rollout.engine import EngineSettings, start_engines
 from molt_core.rollout.generator import Generator, GeneratorSettings, GroupDispatcher
 from molt_core.rollout.refit import Refitter
 from molt_core.rollout.runner import RunnerSettings, start_runners
@@ -325,11 +326,13 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
         seed=config.train.seed,
         shuffle=config.data.shuffle,
         num_episodes=config.train.num_episodes,
+        digest=digest_of(json.dumps(row, sort_keys=True).encode() for row in inputs.rows),
     )
     async with AsyncExitStack() as stack:
         engines = start_engines(engine_settings(config, inputs.device), config.vllm.num_engines)
-        stack.push_async_callback(stop_engines, engines)
+        stack.push_async_callback(stop_actors, [engine.shutdown for engine in engines])
         runners = start_runners(RunnerSettings.from_config(config, plugins.spec), engines, config.rollout.num_runners)
+        stack.push_async_callback(stop_actors, [runner.close for runner in runners])
         trainer = await run_blocking(start_trainer, config, plugins, inputs, estimator.needs)
         stack.callback(trainer.close)
         await asyncio.gather(*(e.check_health() for e in engines), *(r.ready() for r in runners))
@@ -358,11 +361,11 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
     recorder.print_summary()
 
 
-async def stop_engines(engines: Sequence[RemoteEngine]) -> None:
-    """Let the engines end their own processes; what does not answer in time is ended with the session."""
+async def stop_actors(ends: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Let actors end by themselves what they hold; what does not answer in time is ended with the session."""
     with suppress(Exception):
-        async with asyncio.timeout(5):
-            await asyncio.gather(*(engine.shutdown() for engine in engines), return_exceptions=True)
+        async with asyncio.timeout(4):
+            await asyncio.gather(*(end() for end in ends), return_exceptions=True)
 
 
 def engine_settings(config: RLConfig, device: Device) -> EngineSettings:

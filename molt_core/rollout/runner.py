@@ -34,6 +34,9 @@ logger = logging.getLogger("molt")
 MAX_CONCURRENT_GROUPS = 1_000_000
 """Calls that one runner actor may hold; how many there are is up to the generator."""
 
+CLOSE_SECONDS = 3.0
+"""How long the end of a run waits for environments to close."""
+
 MAX_CACHED_PROMPTS = 256
 """First observations whose token ids are kept."""
 
@@ -228,6 +231,7 @@ class Runner:
         self._overflow, self._overflow_report = overflow, OverflowReport()
         self._put, self._on_finished = put, on_finished
         self._threads = LoopThreads()
+        self._rollouts: set[asyncio.Task[Any]] = set()
         self._warned: set[str] = set()
         self._prompts: dict[str, list[int]] = {}
 
@@ -268,18 +272,26 @@ class Runner:
         ``data.overflow`` says so; everything else becomes a rollout's status.
         """
         rollouts = [asyncio.create_task(self._run(task, sample)) for sample in range(task.num_samples)]
+        self._rollouts.update(rollouts)
         try:
             ended = await asyncio.gather(*rollouts)
         finally:
-            for task_ in rollouts:
-                task_.cancel()
+            for rollout in rollouts:
+                _cancel_once(rollout)
+                rollout.add_done_callback(self._rollouts.discard)
         stored = self._put([rollout for rollout, _ in ended])
         return [
             RolloutSummary.of(rollout, StoredRollout(stored, index), failed)
             for index, (rollout, failed) in enumerate(ended)
         ]
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Cancel what is still played, and give the environments CLOSE_SECONDS to close."""
+        rollouts = list(self._rollouts)
+        for rollout in rollouts:
+            _cancel_once(rollout)
+        if rollouts:
+            await asyncio.wait(rollouts, timeout=CLOSE_SECONDS)
         self._threads.close()
 
     async def _run(self, task: GroupTask, sample: int) -> tuple[Rollout, Sequence[RolloutStatus]]:
@@ -494,6 +506,12 @@ class Runner:
         return reward.score(rollout, play.ctx)
 
 
+def _cancel_once(task: asyncio.Task[Any]) -> None:
+    """A second cancellation would interrupt the environment's close."""
+    if not task.cancelling():
+        task.cancel()
+
+
 def as_number(value: Any) -> float:
     """A Python, numpy or 0-d tensor number or boolean as a float; NaN for anything else."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -526,6 +544,9 @@ class RunnerActor:
     async def ready(self) -> None:
         """Returns once the process is set up."""
 
+    async def close(self) -> None:
+        await self._runner.close()
+
 
 class RemoteRunner:
     """The runner in an actor, with the same method."""
@@ -538,6 +559,9 @@ class RemoteRunner:
 
     async def ready(self) -> None:
         await self._call("ready")
+
+    async def close(self) -> None:
+        await self._call("close")
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await call_actor(self.actor, method, *args, died=RunnerDiedError)

@@ -194,7 +194,7 @@ class Stage:
 
     async def close(self) -> None:
         self.trainer.close()
-        await launch.stop_engines(self.engines)
+        await launch.stop_actors([engine.shutdown for engine in self.engines])
 
 
 @pytest.fixture(scope="module")

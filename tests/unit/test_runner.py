@@ -356,6 +356,31 @@ class TestEndings:
         assert answer == "answer"
         assert isinstance(blocked, threads.CallTimeoutError)
 
+    @pytest.mark.parametrize("cancelled_before", [False, True])
+    def test_the_end_of_a_run_waits_until_environments_are_closed(self, cancelled_before):
+        closed = []
+
+        class SlowToClose(Scripted):
+            async def step(self, action, ctx):
+                await asyncio.sleep(3600)
+
+            async def close(self):
+                await asyncio.sleep(0.2)
+                closed.append(True)
+
+        async def end_in_the_middle():
+            runner = make_runner(ScriptedEngine(lambda r: say()), SlowToClose)
+            group = asyncio.create_task(runner.run_group(GroupTask("g", {}, 3, seed=0)))
+            await asyncio.sleep(0.2)
+            if cancelled_before:
+                group.cancel()
+                await asyncio.sleep(0.05)
+            await runner.close()
+            await asyncio.gather(group, return_exceptions=True)
+
+        asyncio.run(end_in_the_middle())
+        assert closed == [True] * 3
+
     def test_a_call_that_awaits_too_long_is_closed_on_its_own_loop(self):
         loops = []
 
