@@ -168,17 +168,6 @@ class StoredRollout:
     group: ObjectRef | Sequence[Rollout]
     index: int
 
-    @staticmethod
-    def fetch(places: Sequence[StoredRollout]) -> list[Rollout]:
-        """The rollouts, in order; what lies in Ray's store is fetched at once."""
-        refs = list({place.group: None for place in places if not isinstance(place.group, Sequence)})
-        groups: dict[Any, Sequence[Rollout]] = {}
-        if refs:
-            import ray
-
-            groups = dict(zip(refs, ray.get(refs), strict=True))
-        return [(p.group if isinstance(p.group, Sequence) else groups[p.group])[p.index] for p in places]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from molt_core.config.toml import dump_toml
-from molt_core.contract import StoredRollout
 from molt_core.errors import ConfigError
 from molt_core.progress import Progress
 from molt_core.training.checkpoints import CheckpointStore
+from molt_core.training.rows import fetch_rollouts
 
 if TYPE_CHECKING:
     from molt_core.batches import RolloutBatch
@@ -96,7 +96,7 @@ class RunRecorder:
             self._each_tracker(lambda t: t.log(step, values))
         if batch is not None and self.config.num_rollouts:
             chosen = _spread(batch.rollouts, self.config.num_rollouts)
-            samples = [_record(rollout) for rollout in StoredRollout.fetch([summary.data for summary in chosen])]
+            samples = [_record(rollout) for rollout in fetch_rollouts([summary.data for summary in chosen])]
             self._each_tracker(lambda t: t.log_rollouts(step, samples))
         if "rollout/reward_mean" in metrics:
             self.rewards.append(metrics["rollout/reward_mean"])

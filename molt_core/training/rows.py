@@ -79,9 +79,20 @@ class ObjectiveSpec:
     is_gating: str = "ratio"
 
 
+def fetch_rollouts(places: Sequence[StoredRollout]) -> list[Rollout]:
+    """The rollouts at these places, in order; what lies in Ray's store is fetched at once."""
+    refs = list({place.group: None for place in places if not isinstance(place.group, Sequence)})
+    groups: dict[Any, Sequence[Rollout]] = {}
+    if refs:
+        import ray
+
+        groups = dict(zip(refs, ray.get(refs), strict=True))
+    return [(p.group if isinstance(p.group, Sequence) else groups[p.group])[p.index] for p in places]
+
+
 def resolve_segments(rows: Sequence[TrainRow]) -> list[Segment]:
     """The segment of every row, in order; objects in Ray's store are fetched at once."""
-    stored = iter(StoredRollout.fetch([row.source for row in rows if isinstance(row.source, StoredRollout)]))
+    stored = iter(fetch_rollouts([row.source for row in rows if isinstance(row.source, StoredRollout)]))
     segments = []
     for row in rows:
         source = next(stored) if isinstance(row.source, StoredRollout) else row.source

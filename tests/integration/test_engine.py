@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from molt_core import Env, Result
-from molt_core.contract import StoredRollout
 from molt_core.rollout.actors import EngineDiedError, WeightsIncompleteError
 from molt_core.rollout.engine import EngineRequest, EngineSettings, start_engines
 from molt_core.rollout.refit import Refitter, refit
 from molt_core.testing.tiny import make_tiny_checkpoint
+from molt_core.training.rows import fetch_rollouts
 
 pytestmark = pytest.mark.integration
 
@@ -227,7 +227,7 @@ def test_a_group_runs_in_a_runner_actor(engine, folder):
     summaries = asyncio.run(runner.run_group(task))
     assert [s.id for s in summaries] == ["g-0", "g-1", "g-2"]
     for summary in summaries:
-        (rollout,) = StoredRollout.fetch([summary.data])
+        (rollout,) = fetch_rollouts([summary.data])
         (segment,) = rollout.segments
         assert rollout.status == summary.status
         assert rollout.text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -10,10 +10,10 @@ from molt_core import ConfigError, Tracker
 from molt_core.batches import RolloutBatch
 from molt_core.config.rl import RLConfig
 from molt_core.config.shared import CheckpointConfig, LoggerConfig
-from molt_core.contract import Rollout, RolloutStatus, Segment, Turn
+from molt_core.contract import Rollout, RolloutStatus, Segment, StoredRollout, Turn
 from molt_core.progress import Progress
 from molt_core.rollout.generator import Group
-from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+from molt_core.rollout.runner import RolloutSummary
 from molt_core.run import RunDir, RunRecorder, resume_point
 from molt_core.training.checkpoints import CheckpointStore
 
@@ -53,8 +53,7 @@ def recorder(tmp_path, trackers, **options):
 def rollout(index: int) -> RolloutSummary:
     segment = Segment.from_turns([Turn([1, 2], [3], [-0.5], [7])])
     whole = Rollout(f"r{index}", "g", {}, (segment,), 1.0, RolloutStatus.COMPLETED, text="hello")
-    infos = (SegmentInfo.of(segment),)
-    return RolloutSummary(whole.id, "g", 1.0, whole.status, {}, 1, infos, whole, 0.0)
+    return RolloutSummary.of(whole, StoredRollout([whole], 0))
 
 
 def test_a_broken_tracker_is_logged_by_name_and_the_others_go_on(tmp_path, caplog):

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from molt_core import ConfigError, Env, Result, Reward, RolloutStatus, Score
 from molt_core.config.rl import EnvConfig, RewardConfig
-from molt_core.contract import Segment, StoredRollout
+from molt_core.contract import Segment
 from molt_core.rollout import threads
 from molt_core.rollout.actors import EngineDiedError
 from molt_core.rollout.runner import GroupTask, Runner, SamplingSettings, SegmentInfo, as_number, stable_seed
 from molt_core.rollout.threads import BlockedLoopsError, CallTimeoutError, Lease, LoopThreads
 from molt_core.testing.engine import ScriptedEngine, completion
+from molt_core.training.rows import fetch_rollouts
 
 END, OTHER_END = 2, 7
 
@@ -93,7 +94,7 @@ def say(text="a", end=END):
 
 
 def segments_of(summary):
-    (rollout,) = StoredRollout.fetch([summary.data])
+    (rollout,) = fetch_rollouts([summary.data])
     return rollout.segments
 
 
