@@ -329,10 +329,11 @@ class Generator:
                 f"{incomplete} with fewer than {settings.fewest_scored} scored rollouts: make the failures rarer "
                 f"({self._common_error()})"
             )
+        if settings.filter_metric is not None:
+            reasons.append(f"or raise --algo.dynamic_filtering_max_tries above {settings.max_filter_tries}")
         raise GenerationError(
             f"dropped {filtered + incomplete} groups for one batch and kept {len(self._ready)} of the "
-            f"{settings.batch_size} it needs; {'; '.join(reasons)}; or raise --algo.dynamic_filtering_max_tries above "
-            f"{settings.max_filter_tries}"
+            f"{settings.batch_size} it needs; {'; '.join(reasons)}"
         )
 
     def _has_signal(self, scored: Sequence[RolloutSummary], metric: str) -> bool:
@@ -367,15 +368,20 @@ class Generator:
         self._counts["stale_groups"] += len(stale)
 
     def _complete_batch(self) -> list[_Flight] | None:
-        """The next batch if it is complete, and if nothing that belongs in it is still flying."""
+        """The next batch if it is complete, and if no group would become too old while it is trained."""
         size = self._settings.batch_size
-        if len(self._ready) < size:
+        batch = sorted(self._ready, key=lambda flight: flight.order)[:size]
+        if len(batch) < size:
             return None
-        first = sorted([*self._ready, *self._flying], key=lambda flight: flight.order)[:size]
-        due = self._version_at_training - self._settings.max_staleness
-        if any(flight in self._flying and flight.version <= due for flight in first):
-            return None
-        return sorted(self._ready, key=lambda flight: flight.order)[:size]
+        rest = sorted({*self._ready, *self._flying}.difference(batch), key=lambda flight: flight.order)
+        overtakes = rest and rest[0].order < batch[-1].order
+        return None if overtakes and not self._can_take_later(rest) else batch
+
+    def _can_take_later(self, flights: Sequence[_Flight]) -> bool:
+        """Whether the batches behind the next one can take these groups before they are too old."""
+        versions = sorted(self._ready[f].oldest_version if f in self._ready else f.version for f in flights)
+        first = self._version_at_training + 1 - self._settings.max_staleness
+        return all(version >= first + i // self._settings.batch_size for i, version in enumerate(versions))
 
     def _hand_out(self, batch: Sequence[_Flight], seconds: float) -> GeneratedBatch:
         groups = tuple(self._ready.pop(flight) for flight in batch)

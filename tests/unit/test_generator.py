@@ -9,7 +9,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from molt_core import ConfigError, RolloutStatus
@@ -127,6 +127,7 @@ class TestPrompts:
         delays=STEPS,
         training=STEPS,
     )
+    @example(num_rows=2, episodes=3, batch_size=1, extra=3, ahead=3, slack=0, delays=[0, 3], training=[0])
     def test_each_prompt_once_per_episode_and_nothing_too_old(
         self, num_rows, episodes, batch_size, extra, ahead, slack, delays, training
     ):
