@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +22,19 @@ if TYPE_CHECKING:
     from molt_core.config.rl import RewardConfig
     from molt_core.rollout.generator import Group
     from molt_core.rollout.runner import RolloutSummary
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The S rows of a batch: their rollout, segment within it and length T, (S,) each.
+
+    ``edges``: where a run of sampled tokens starts or ends, in turn, (K, 2): row and entry on the next-token axis.
+    """
+
+    rollout: np.ndarray
+    segment: np.ndarray
+    length: np.ndarray
+    edges: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,33 @@ class RolloutBatch:
     @property
     def rows(self) -> list[tuple[int, int]]:
         """(rollout, segment) of every row that has a sampled token."""
-        return [(r, s) for r, x in enumerate(self.rollouts) for s, seg in enumerate(x.segments) if seg.num_actions]
+        return list(zip(self._rows.rollout.tolist(), self._rows.segment.tolist(), strict=True))
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        """The numbers of all rows, gathered from the summaries once; from here on there are only arrays."""
+        per_rollout = list(map(attrgetter("segments"), self.rollouts))
+        segments = list(chain.from_iterable(per_rollout))
+        ranges = list(map(attrgetter("action_ranges"), segments))
+        counts = _integers(map(len, per_rollout))
+        first = np.repeat(counts.cumsum() - counts, counts)
+        acting = _integers(map(attrgetter("num_actions"), segments)) > 0
+        row = np.repeat(acting.cumsum() - 1, 2 * _integers(map(len, ranges)))
+        entry = _integers(chain.from_iterable(chain.from_iterable(ranges))) - 1
+        return _Rows(
+            rollout=np.repeat(np.arange(len(counts)), counts)[acting],
+            segment=(np.arange(len(segments)) - first)[acting],
+            length=_integers(map(attrgetter("length"), segments))[acting],
+            edges=np.stack([row, entry], axis=-1),
+        )
+
+    def _action_mask(self) -> np.ndarray:
+        """(S, L) bool on the next-token axis. Runs alternate over all rows, one behind the other: false, true, ..."""
+        rows = self._rows
+        shape = (len(rows.length), int(rows.length.max(initial=1)) - 1)
+        edges = rows.edges[:, 0] * shape[1] + rows.edges[:, 1]
+        runs = np.diff(edges, prepend=0, append=shape[0] * shape[1])
+        return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(shape)
 
     def shaped_rewards(self, config: RewardConfig) -> tuple[Tensor, Tensor]:
         """What the estimator takes for rewards, (R,) float32, and how much of it the shaping added, (R,).
@@ -53,30 +95,24 @@ class RolloutBatch:
         return shaped, shaped - clipped
 
     def _truncated(self) -> Tensor:
-        return torch.tensor([r.status == RolloutStatus.TRUNCATED for r in self.rollouts])
+        return torch.tensor([r.status == RolloutStatus.TRUNCATED for r in self.rollouts], dtype=torch.bool)
 
     def for_estimator(self, config: RewardConfig) -> Batch:
         """The tensors an estimator sees, with shaped rewards."""
-        rows = self.rows
-        lengths = [self.rollouts[r].segments[s].length for r, s in rows]
-        mask = np.zeros((len(rows), max(lengths, default=1) - 1), np.bool_)
-        for i, (r, s) in enumerate(rows):
-            for start, end in self.rollouts[r].segments[s].action_ranges:
-                mask[i, start - 1 : end - 1] = True
         return Batch(
             rewards=self.shaped_rewards(config)[0],
             groups=torch.tensor(self.groups, dtype=torch.int64),
-            rollout_of_row=torch.tensor([r for r, _ in rows], dtype=torch.int64),
-            action_mask=torch.from_numpy(mask),
+            rollout_of_row=torch.from_numpy(self._rows.rollout),
+            action_mask=torch.from_numpy(self._action_mask()),
             truncated=self._truncated(),
         )
 
     def cut_rows(self) -> Tensor:
         """Each cut rollout's last row with a sampled token, (S,) bool; cut: not ended by the environment."""
-        cut = [r.status == RolloutStatus.TRUNCATED and not r.terminated for r in self.rollouts]
-        rows = self.rows
-        last = dict(rows)
-        return torch.tensor([cut[r] and s == last[r] for r, s in rows])
+        terminated = torch.tensor([r.terminated for r in self.rollouts], dtype=torch.bool)
+        rollout = torch.from_numpy(self._rows.rollout)
+        is_last = torch.diff(rollout, append=torch.tensor([-1])) != 0
+        return is_last & (self._truncated() & ~terminated)[rollout]
 
     def train_rows(self) -> list[TrainRow]:
         """One row per segment that has a sampled token, still without advantages; as many as ``for_estimator`` has."""
@@ -95,9 +131,11 @@ class RolloutBatch:
 
 def with_advantages(rows: Sequence[TrainRow], advantages: Tensor) -> list[TrainRow]:
     """The rows, each with its number out of (R,), one per rollout, or its (T-1,) out of (S, L), one per token."""
+    values = advantages.float().numpy()
     if advantages.dim() == 1:
-        return [replace(row, advantage=float(advantages[row.rollout])) for row in rows]
-    return [replace(row, advantage=advantages[i, : row.length - 1].float().numpy()) for i, row in enumerate(rows)]
+        per_rollout = values.tolist()
+        return [replace(row, advantage=per_rollout[row.rollout]) for row in rows]
+    return [replace(row, advantage=value[: row.length - 1]) for row, value in zip(rows, values, strict=True)]
 
 
 def pad_tokens(values: Sequence[np.ndarray], like: Tensor) -> Tensor:
@@ -106,6 +144,10 @@ def pad_tokens(values: Sequence[np.ndarray], like: Tensor) -> Tensor:
     for row, value in zip(padded, values, strict=True):
         row[: len(value)] = value
     return torch.from_numpy(padded)
+
+
+def _integers(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int64)
 
 
 def split_windows(rows: Sequence[TrainRow], num_windows: int) -> list[list[TrainRow]]:

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from molt_core.batches import RolloutBatch
 from molt_core.config.rl import RewardConfig
@@ -59,6 +61,27 @@ def test_the_raw_reward_is_reported_with_what_shaping_added_beside_it():
     assert metrics["rollout/reward_mean"] == pytest.approx(1.5)
     assert metrics["rollout/reward_shaping_mean"] == pytest.approx((0 - 0.25 - 1.0) / 3)
     assert metrics["rollout/reward_clipped"] == pytest.approx(1 / 3)
+
+
+@given(st.lists(st.lists(st.lists(st.booleans(), max_size=8), min_size=1, max_size=3), max_size=6))
+def test_rows_are_the_segments_with_a_sampled_token_and_the_mask_is_theirs(masks):
+    def segment(mask) -> Segment:
+        mask, zeros = np.array([False, *mask]), np.zeros(len(mask) + 1, np.int32)
+        return Segment(zeros, mask, zeros.astype(np.float32), zeros)
+
+    segments = [[segment(mask) for mask in rollout] for rollout in masks]
+    infos = [tuple(map(SegmentInfo.of, rollout)) for rollout in segments]
+    made = batch([RolloutSummary("r", "g", 0.0, CUT, {}, 1, x, None, 0.0) for x in infos])
+    seen, rows = made.for_estimator(RewardConfig()), made.train_rows()
+    expected = [(r, s) for r, x in enumerate(segments) for s, segment in enumerate(x) if segment.action_mask.any()]
+    assert made.rows == [(row.rollout, row.segment) for row in rows] == expected
+    assert seen.rollout_of_row.tolist() == [r for r, _ in expected]
+    assert len(seen.action_mask) == len(expected)
+    for (r, s), row, found in zip(expected, rows, seen.action_mask.numpy(), strict=True):
+        np.testing.assert_array_equal(found[: row.length - 1], segments[r][s].action_mask[1:])
+        assert not found[row.length - 1 :].any()
+    last = dict(expected)
+    assert made.cut_rows().tolist() == [last[r] == s for r, s in expected]
 
 
 def test_failures_are_in_no_reward_and_no_row():
