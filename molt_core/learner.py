@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from molt_core.algorithms.kl import AdaptiveKl, FixedKl
-from molt_core.algorithms.masked import VARIANCE_FLOOR, masked_mean
+from molt_core.algorithms.masked import VARIANCE_FLOOR, moments
 from molt_core.batches import pad_tokens, split_windows, with_advantages
 from molt_core.config.kl import KlPlan
 from molt_core.errors import RunError
@@ -85,7 +85,7 @@ class Learner:
         metrics: dict[str, float] = {}
         if self.kl.use == "reward":
             kl = pad_tokens(self.trainer.token_kl(rows, self.kl.estimator, max_tokens=limit), seen.action_mask)
-            metrics["train/kl"] = float(masked_mean(kl.double(), seen.action_mask))
+            metrics["train/kl"] = moments(kl, seen.action_mask)[0]
             seen = replace(seen, token_kl=kl, kl_coef=self.kl_coef.value)
         if self.estimator.needs.values:
             states = self.trainer.values(rows, max_tokens=limit)
@@ -115,16 +115,17 @@ class Learner:
             max_tokens=train.max_tokens_per_gpu,
             micro_batch_size=train.micro_batch_size,
         )
-        r, v = (x[seen.action_mask].double() for x in (returns, seen.values))
-        unexplained = (r - v).var(correction=0) / r.var(correction=0).clamp(min=VARIANCE_FLOOR)
+        error, unexplained = moments(returns - seen.values, seen.action_mask)
+        mean, variance = moments(returns, seen.action_mask)
         return trained | {
-            "critic/explained_variance": 1 - float(unexplained),
-            "critic/value_mean": float(v.mean()),
-            "critic/return_mean": float(r.mean()),
+            "critic/explained_variance": 1 - unexplained / max(variance, VARIANCE_FLOOR),
+            "critic/value_mean": mean - error,
+            "critic/return_mean": mean,
         }
 
     def _finite(self, values: Tensor, name: str) -> Tensor:
-        if not torch.isfinite(values).all():
+        # The extremes take no temporary of the size of the batch; NaN is both of them.
+        if values.numel() and not torch.stack(values.aminmax()).isfinite().all():
             raise RunError(f"estimator {type(self.estimator).__name__} returned {name} that are not finite")
         return values
 

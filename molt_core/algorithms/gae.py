@@ -32,6 +32,8 @@ def token_rewards(rewards: Tensor, mask: Tensor, token_kl: Tensor | None = None,
 
 def discounted_sum(x: Tensor, discount: float) -> Tensor:
     """y_t = x_t + discount * y_{t+1} along the last axis, y after the end being 0. ``x``: (S, L); result float64."""
+    if discount == 1:
+        return x.double().flip(-1).cumsum(-1).flip(-1)
     rows, length = x.shape
     blocks = -(-length // _BLOCK)
     padded = torch.zeros(rows, blocks * _BLOCK, dtype=torch.float64)

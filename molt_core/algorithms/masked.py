@@ -19,6 +19,25 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
+def moments(x: Tensor, mask: Tensor) -> tuple[float, float]:
+    """Mean and population variance of x over the mask, in float64; 0 and 0 where the mask is empty.
+
+    ``x``, ``mask`` (bool): (N, ...), on the host. Chunks of rows bound the memory; they are merged as in Chan et al., 1979.
+    """
+    count, mean, squares = 0, 0.0, 0.0
+    for c, m in zip(x.split(_CHUNK_ROWS), mask.split(_CHUNK_ROWS), strict=True):
+        part = torch.from_numpy(c.numpy()[m.numpy()]).double()
+        n = len(part)
+        if not n:
+            continue
+        variance, part_mean = (float(value) for value in torch.var_mean(part, correction=0))
+        step = part_mean - mean
+        count += n
+        mean += step * n / count
+        squares += variance * n + step**2 * n * (count - n) / count
+    return mean, squares / max(count, 1)
+
+
 def whiten(x: Tensor, weights: Tensor) -> Tensor:
     """Shift and scale x to mean 0 and population variance 1 under the weights; entries of weight 0 become 0.
 

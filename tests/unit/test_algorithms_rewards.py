@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_core import Batch
-from molt_core.algorithms.masked import masked_mean, masked_sum, whiten
+from molt_core.algorithms.masked import masked_mean, masked_sum, moments, whiten
 from molt_core.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly
 
 NAN, INF = float("nan"), float("inf")
@@ -17,6 +17,20 @@ def test_masked_sum_and_mean_by_hand():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]]).bool()
     assert masked_sum(x, mask).item() == 4
     assert masked_mean(x, mask, dim=-1).tolist() == [2.0, 0.0]
+
+
+def test_moments_are_those_of_the_masked_values_over_all_chunks():
+    # Rows of 256 make a chunk. 300 rows of 1 and 3 with mean 2 and variance 1, then 300 of 5: half of the values each.
+    x = torch.tensor([[1.0, 3.0, NAN]] * 300 + [[5.0, INF, 5.0]] * 300)
+    mask = torch.tensor([[1, 1, 0]] * 300 + [[1, 0, 1]] * 300).bool()
+    # Mean (2 + 5) / 2 = 3.5; variance: (1 + 0) / 2 within, 1.5 squared between.
+    assert moments(x, mask) == pytest.approx((3.5, 2.75), abs=1e-12)
+    assert moments(x, torch.zeros_like(mask)) == (0.0, 0.0)
+
+
+def test_moments_of_equal_values_far_from_zero_have_no_variance():
+    mean, variance = moments(torch.full((600, 3), 1e6), torch.ones(600, 3).bool())
+    assert (mean, variance) == (1e6, 0.0)
 
 
 def test_whitening_uses_the_masked_mean_and_population_deviation():
