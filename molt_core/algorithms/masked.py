@@ -22,7 +22,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def moments(x: Tensor, mask: Tensor) -> tuple[float, float]:
     """Mean and population variance of x over the mask, in float64; 0 and 0 where the mask is empty.
 
-    ``x``, ``mask`` (bool): (N, ...), on the host. Chunks of rows bound the memory; they are merged as in Chan et al., 1979.
+    ``x``, ``mask`` (bool): (N, ...), on the host. Chunks of rows bound the memory; merged as in Chan et al., 1979.
     """
     count, mean, squares = 0, 0.0, 0.0
     for c, m in zip(x.split(_CHUNK_ROWS), mask.split(_CHUNK_ROWS), strict=True):
