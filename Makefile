@@ -48,6 +48,7 @@ demo-real: $(VENV)/.installed-demo-real
 
 bench: install
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/advantages.py
 
 lock:
 	$(COMPILE) requirements/cpu.in --output-file requirements/cpu.txt
