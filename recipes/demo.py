@@ -30,7 +30,7 @@ def main() -> None:
     began = time.monotonic()
     out: Path = args.out
     make_tiny_checkpoint(out / "base", seed=args.seed)
-    problems = split_problems(make_problems(100, seed=args.seed), held_out=20)
+    problems = split_problems(make_problems(100, seed=args.seed), held_out=10)
     write_jsonl(out / "data/train.jsonl", problems.train)
     write_jsonl(out / "data/heldout.jsonl", problems.held_out)
     write_jsonl(out / "data/sft.jsonl", problems.conversations)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64
-_CHUNK_ROWS = 256
+_CHUNK_ROWS = 64
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, token_kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 VARIANCE_FLOOR = 1e-8
-_CHUNK_ROWS = 256
+_CHUNK_ROWS = 64
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

@@ -20,7 +20,7 @@ def test_masked_sum_and_mean_by_hand():
 
 
 def test_moments_are_those_of_the_masked_values_over_all_chunks():
-    # Rows of 256 make a chunk. 300 rows of 1 and 3 with mean 2 and variance 1, then 300 of 5: half of the values each.
+    # Rows make chunks of 64. 300 rows of 1 and 3 with mean 2 and variance 1, then 300 of 5: half of the values each.
     x = torch.tensor([[1.0, 3.0, NAN]] * 300 + [[5.0, INF, 5.0]] * 300)
     mask = torch.tensor([[1, 1, 0]] * 300 + [[1, 0, 1]] * 300).bool()
     # Mean (2 + 5) / 2 = 3.5; variance: (1 + 0) / 2 within, 1.5 squared between.

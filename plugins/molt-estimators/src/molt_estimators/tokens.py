@@ -14,7 +14,7 @@ from molt_core import Batch, Estimator, Needs
 from molt_core.algorithms.gae import discounted_sum, gae, token_rewards
 from molt_core.algorithms.masked import whiten
 
-_CHUNK_ROWS = 256
+_CHUNK_ROWS = 64
 
 
 def _scored_mask(batch: Batch) -> Tensor:
