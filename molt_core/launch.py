@@ -330,9 +330,8 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
     )
     async with AsyncExitStack() as stack:
         engines = start_engines(engine_settings(config, inputs.device), config.vllm.num_engines)
-        stack.push_async_callback(stop_actors, [engine.shutdown for engine in engines])
         runners = start_runners(RunnerSettings.from_config(config, plugins.spec), engines, config.rollout.num_runners)
-        stack.push_async_callback(stop_actors, [runner.close for runner in runners])
+        stack.push_async_callback(stop_actors, [*(r.close for r in runners), *(e.shutdown for e in engines)])
         trainer = await run_blocking(start_trainer, config, plugins, inputs, estimator.needs)
         stack.callback(trainer.close)
         await asyncio.gather(*(e.check_health() for e in engines), *(r.ready() for r in runners))

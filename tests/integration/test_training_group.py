@@ -13,7 +13,7 @@ import pytest
 
 from molt_core.config.sft import SftTrainConfig
 from molt_core.config.shared import AdamConfig, FsdpConfig, ModelConfig
-from molt_core.contract import Rollout, RolloutStatus, Segment, Turn
+from molt_core.contract import Rollout, RolloutStatus, Segment, StoredRollout, Turn
 from molt_core.errors import ConfigError
 from molt_core.testing.tiny import make_tiny_checkpoint
 from molt_core.training.group import TrainGroup, TrainingError
@@ -113,7 +113,7 @@ def make_rows(num_rollouts: int = 6) -> list[TrainRow]:
     for r in range(num_rollouts):
         parts = tuple(conversation(rng, 1 + r % 3) for _ in range(1 + r % 2))
         rollout = Rollout(str(r), str(r // 2), {}, parts, 1.0, RolloutStatus.COMPLETED)
-        source = ray.put(rollout) if r % 2 else rollout
+        source = StoredRollout(ray.put([rollout]), 0) if r % 2 else rollout
         for s, part in enumerate(parts):
             advantage = float(rng.normal()) if s == 0 else rng.normal(size=len(part.ids) - 1).astype(np.float32)
             rows.append(TrainRow(source, s, len(part.ids), part.num_actions, advantage, r, r // 2))
