@@ -17,7 +17,7 @@ from molt_core.contract import Rollout, RolloutStatus, Segment, StoredRollout, T
 from molt_core.errors import ConfigError
 from molt_core.testing.tiny import make_tiny_checkpoint
 from molt_core.training.group import TrainGroup, TrainingError
-from molt_core.training.rows import ObjectiveSpec, TrainRow
+from molt_core.training.rows import ObjectiveSpec, TrainRow, resolve_segments
 from molt_core.training.sft import run_sft
 
 pytestmark = pytest.mark.integration
@@ -216,10 +216,8 @@ def test_old_log_probs_are_those_before_the_first_window(groups):
 
 
 def segment_of(row: TrainRow) -> Segment:
-    import ray
-
-    source = row.source if isinstance(row.source, Rollout) else ray.get(row.source)
-    return source.segments[row.segment]
+    (segment,) = resolve_segments([row])
+    return segment
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped_on_any_number_of_ranks(groups, tmp_path):
