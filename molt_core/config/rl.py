@@ -127,7 +127,7 @@ class AdvantageConfig(Section):
     is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] = Field(
         (0.5, 5.0),
         description="LOW HIGH. Gating ratio: the band of the ratio, trainer to engine. Gating binary_kl and tv: LOW is "
-        "0 and HIGH the largest divergence, such as 0.05.",
+        "0 and HIGH the largest divergence, such as 0.005.",
     )
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = Field(
         "ratio",
