@@ -29,7 +29,7 @@ from molt_core.contract import RolloutStatus
 from molt_core.learner import Learner
 from molt_core.plugins import load_plugins
 from molt_core.rollout.generator import Group
-from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+from molt_core.rollout.tasks import RolloutSummary, SegmentInfo
 
 PARTS = {"masks": "for_estimator", "rows": "train_rows"}
 """What the table shows of a batch's methods; the rest is the learner's own."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from molt_core.config.rl import RewardConfig
     from molt_core.rollout.generator import Group
-    from molt_core.rollout.runner import RolloutSummary
+    from molt_core.rollout.tasks import RolloutSummary
 
 
 @dataclass(frozen=True, slots=True)

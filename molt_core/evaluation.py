@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from molt_core.metrics import excluded_metrics, info_metrics, length_metrics
-from molt_core.rollout.runner import RolloutSummary, SamplingSettings
+from molt_core.rollout.tasks import RolloutSummary, SamplingSettings
 
 if TYPE_CHECKING:
     from molt_core.config import RLConfig

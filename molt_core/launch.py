@@ -36,10 +36,11 @@ from molt_core.loop import Parts
 from molt_core.loop import train as run_loop
 from molt_core.plugins import Plugins
 from molt_core.progress import Columns, Progress
-from molt_core.rollout.engine import EngineSettings, start_engines
+from molt_core.rollout.engine import EngineSettings
 from molt_core.rollout.generator import Generator, GeneratorSettings, GroupDispatcher
 from molt_core.rollout.refit import Refitter
-from molt_core.rollout.runner import RunnerSettings, start_runners
+from molt_core.rollout.remote import start_engines, start_runners
+from molt_core.rollout.runner import RunnerSettings
 from molt_core.run import RunDir, RunRecorder, make_trackers, resume_point
 from molt_core.training.checkpoints import CheckpointStore
 from molt_core.training.group import TrainGroup

@@ -13,7 +13,7 @@ from molt_core.contract import RolloutStatus
 if TYPE_CHECKING:
     from molt_core.batches import RolloutBatch
     from molt_core.config.rl import RewardConfig
-    from molt_core.rollout.runner import RolloutSummary
+    from molt_core.rollout.tasks import RolloutSummary
 
 
 def rollout_metrics(batch: RolloutBatch, config: RewardConfig) -> dict[str, float]:

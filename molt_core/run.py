@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from molt_core.config.shared import CheckpointConfig, LoggerConfig
     from molt_core.contract import Rollout
     from molt_core.plugins import Plugins
-    from molt_core.rollout.runner import RolloutSummary
+    from molt_core.rollout.tasks import RolloutSummary
     from molt_core.tracker import Tracker
     from molt_core.training.group import TrainGroup
 

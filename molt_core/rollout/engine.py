@@ -10,15 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from molt_core.rollout.actors import EngineDiedError, call_actor
+from molt_core.rollout.actors import EngineDiedError
 
 if TYPE_CHECKING:
     from molt_core.config.rl import VllmConfig
 
 logger = logging.getLogger("molt")
-
-MAX_CONCURRENT_CALLS = 1_000_000
-"""Calls that one engine actor may hold. vLLM queues requests itself; a lower limit would hold back pause and resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +180,8 @@ class Engine:
     async def pause(self) -> None:
         """Stop sampling; requests keep their place and their KV cache, new ones wait."""
         with _death_translated():
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            # What pause_generation does, without the 20 ms that it sleeps for the caller's convenience.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
         """Go on sampling."""
@@ -276,60 +274,3 @@ def _completion(output: Any) -> Completion:
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"the engine ended a request with {output.finish_reason!r}")
     return Completion(ids, logprobs, tuple(versions), output.finish_reason)
-
-
-class RemoteEngine:
-    """An Engine in a Ray actor, with the same methods. Can be sent to other actors."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    async def generate(self, request: EngineRequest) -> Completion:
-        return await self._call("generate", request)
-
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    async def load_weights(self, chunk_refs: Sequence[Any], version: int) -> None:
-        await self._call("load_weights", list(chunk_refs), version)
-
-    async def version(self) -> int:
-        return await self._call("version")
-
-    async def num_unfinished(self) -> int:
-        return await self._call("num_unfinished")
-
-    async def check_health(self) -> None:
-        """Also returns once a starting engine is up."""
-        await self._call("check_health")
-
-    async def shutdown(self) -> None:
-        await self._call("shutdown")
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        return await call_actor(self.actor, method, *args, died=EngineDiedError)
-
-
-def start_engines(settings: EngineSettings, num_engines: int) -> list[RemoteEngine]:
-    """Create the actors and return at once; ``check_health`` of each waits for it and raises what went wrong.
-
-    An actor takes no CPU share on CPU (its threads are ``settings.cpu_threads``) and its GPUs on CUDA.
-    """
-    import dataclasses
-
-    import ray
-
-    actor_class = ray.remote(Engine)
-    engines = []
-    for index in range(num_engines):
-        actor = actor_class.options(
-            num_cpus=0,
-            num_gpus=settings.tensor_parallel_size if settings.device == "cuda" else 0,
-            max_concurrency=MAX_CONCURRENT_CALLS,
-            runtime_env={"env_vars": settings.environment()},
-        ).remote(dataclasses.replace(settings, seed=settings.seed + index))
-        engines.append(RemoteEngine(actor))
-    return engines

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from molt_core.errors import ConfigError, RunError
 from molt_core.rollout.pool import LeastLoaded
-from molt_core.rollout.runner import GroupTask, RolloutSummary, SamplingSettings
+from molt_core.rollout.tasks import GroupTask, RolloutSummary, SamplingSettings
 
 if TYPE_CHECKING:
     from molt_core.config.rl import RLConfig

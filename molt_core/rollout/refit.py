@@ -19,7 +19,8 @@ from molt_core.rollout.actors import WeightsIncompleteError
 if TYPE_CHECKING:
     import torch
 
-    from molt_core.rollout.engine import Engine, RemoteEngine
+    from molt_core.rollout.engine import Engine
+    from molt_core.rollout.remote import RemoteEngine
 
 logger = logging.getLogger("molt")
 

@@ -6,9 +6,8 @@ import asyncio
 import hashlib
 import logging
 import math
-import numbers
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from molt_core.agents.env import Action, Env, EnvContext, Message, Result
-from molt_core.agents.reward import Reward, Score
+from molt_core.agents.reward import Reward
 from molt_core.contract import Rollout, RolloutStatus, Segment, StoredRollout, Turn
 from molt_core.data.overflow import OverflowReport, fit_prompt, grant_new_tokens
-from molt_core.rollout.actors import EngineDiedError, RunnerDiedError, call_actor
+from molt_core.rollout.actors import EngineDiedError
 from molt_core.rollout.engine import Completion, EngineRequest
 from molt_core.rollout.pool import EnginePool, GeneratesTokens
+from molt_core.rollout.scoring import RolloutFailedError, Scorer, Tally, describe
+from molt_core.rollout.tasks import GroupTask, RolloutSummary
 from molt_core.rollout.threads import CallTimeoutError, Lease, LoopThreads
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("molt")
 
-MAX_CONCURRENT_GROUPS = 1_000_000
-"""Calls that one runner actor may hold; how many there are is up to the generator."""
-
 CLOSE_SECONDS = 3.0
 """How long the end of a run waits for environments to close."""
 
@@ -42,106 +40,6 @@ MAX_CACHED_PROMPTS = 256
 
 _RUN_AGAIN = (RolloutStatus.ENGINE_ERROR, RolloutStatus.ENV_ERROR, RolloutStatus.ENV_TIMEOUT)
 """Failures that another attempt may not have. A failed scoring is repeated by itself, without sampling again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """How to sample. ``max_new_tokens`` per turn; None: what the context leaves."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTask:
-    """One prompt to be run ``num_samples`` times. ``group_id`` and ``seed`` together determine all sampling seeds."""
-
-    group_id: str
-    row: Mapping[str, Any]
-    num_samples: int
-    seed: int
-    sampling: SamplingSettings = SamplingSettings()
-    is_eval: bool = False
-    row_index: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentInfo:
-    """What the controller needs to know of a segment. ``length``: T, all tokens.
-
-    ``action_ranges``: [start, end) of each run of sampled tokens on the token axis. ``version_sum``: sum of the policy
-    versions of the sampled tokens. Without any, the oldest and newest version are -1.
-    """
-
-    length: int
-    num_actions: int
-    oldest_version: int
-    newest_version: int
-    version_sum: int
-    action_ranges: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, segment: Segment) -> SegmentInfo:
-        edges = np.flatnonzero(np.diff(segment.action_mask, prepend=False, append=False)).tolist()
-        versions = segment.versions[segment.action_mask]
-        return cls(
-            length=len(segment.ids),
-            num_actions=len(versions),
-            oldest_version=int(versions.min()) if len(versions) else -1,
-            newest_version=int(versions.max()) if len(versions) else -1,
-            version_sum=int(versions.sum(dtype=np.int64)),
-            action_ranges=tuple(zip(edges[::2], edges[1::2], strict=True)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSummary:
-    """A rollout without its tokens; ``data`` says where the Rollout is.
-
-    ``reward`` is NaN unless the status is scored. ``failed_attempts``: how earlier attempts of this rollout ended.
-    ``terminated``: the environment ended the episode.
-    """
-
-    id: str
-    group_id: str
-    reward: float
-    status: RolloutStatus
-    info: Mapping[str, float]
-    num_turns: int
-    segments: tuple[SegmentInfo, ...]
-    data: StoredRollout
-    seconds: float
-    error: str = ""
-    failed_attempts: tuple[RolloutStatus, ...] = ()
-    terminated: bool = False
-
-    @classmethod
-    def of(cls, rollout: Rollout, data: StoredRollout, failed_attempts: Sequence[RolloutStatus] = ()) -> RolloutSummary:
-        return cls(
-            id=rollout.id,
-            group_id=rollout.group_id,
-            reward=rollout.reward,
-            status=rollout.status,
-            info=rollout.info,
-            num_turns=rollout.num_turns,
-            segments=tuple(SegmentInfo.of(segment) for segment in rollout.segments),
-            data=data,
-            seconds=rollout.seconds,
-            error=rollout.error,
-            failed_attempts=tuple(failed_attempts),
-            terminated=rollout.terminated,
-        )
-
-    @property
-    def num_actions(self) -> int:
-        return sum(segment.num_actions for segment in self.segments)
-
-    @property
-    def oldest_version(self) -> int:
-        """The smallest policy version among its sampled tokens; it must have one."""
-        return min(segment.oldest_version for segment in self.segments if segment.num_actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +71,6 @@ class RunnerSettings:
         )
 
 
-class _Failed(Exception):
-    """A rollout cannot go on."""
-
-    def __init__(self, status: RolloutStatus, message: str) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
-
-
 @dataclass
 class _Play:
     """A rollout while it is played."""
@@ -190,9 +80,10 @@ class _Play:
     attempt: int
     sample: int
     ctx: EnvContext
+    doing: str = "the environment's constructor"
+    env: Env | None = None
     turns: list[Turn] = field(default_factory=list)
-    reward: float = 0.0
-    info: dict[str, float] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
     is_cut: bool = False
     terminated: bool = False
     ids: list[int] = field(default_factory=list)
@@ -225,14 +116,13 @@ class Runner:
         """``put`` stores the rollouts of a finished group and returns the reference that goes into their summaries."""
         self._pool = EnginePool(engines, start=index)
         self._template = template
-        self._make_env, self._make_reward = make_env, make_reward
-        self._env, self._reward = env, reward
+        self._make_env, self._env = make_env, env
+        self._scorer = Scorer(make_reward, reward) if make_reward is not None else None
         self._max_len, self._max_prompt_len = max_len, max_prompt_len or max_len - 1
         self._overflow, self._overflow_report = overflow, OverflowReport()
         self._put, self._on_finished = put, on_finished
         self._threads = LoopThreads()
         self._rollouts: set[asyncio.Task[Any]] = set()
-        self._warned: set[str] = set()
         self._prompts: dict[str, list[int]] = {}
 
     @classmethod
@@ -316,25 +206,26 @@ class Runner:
                 await self._play(play, lease)
                 status = RolloutStatus.TRUNCATED if play.is_cut else RolloutStatus.COMPLETED
                 rollout = self._rollout(play, status)
-                if self._make_reward is not None:
-                    rollout = await self._score(play, rollout, lease)
-            except _Failed as failure:
+                if self._scorer is not None:
+                    scored = await self._scorer.score(rollout, ctx, lease, play.tally)
+                    rollout = replace(rollout, reward=scored.reward, info=scored.info)
+            except RolloutFailedError as failure:
                 rollout = self._rollout(play, failure.status, failure.message)
         return replace(rollout, seconds=time.monotonic() - started)
 
     def _rollout(self, play: _Play, status: RolloutStatus, error: str = "") -> Rollout:
         segment = Segment.from_turns(play.turns)
         if status.is_scored and not segment.num_actions:
-            raise _Failed(RolloutStatus.EMPTY, "it ended without a sampled token")
+            raise RolloutFailedError(RolloutStatus.EMPTY, "it ended without a sampled token")
         return Rollout(
             id=play.id,
             group_id=play.task.group_id,
             row=play.task.row,
             segments=(segment,) if segment.num_actions else (),
-            reward=play.reward if status.is_scored else math.nan,
+            reward=play.tally.reward if status.is_scored else math.nan,
             status=status,
             num_turns=len(play.turns),
-            info=dict(play.info),
+            info=dict(play.tally.info),
             text=str(self._template.tokenizer.decode(segment.ids.tolist())),
             error=error,
             terminated=play.terminated,
@@ -342,21 +233,30 @@ class Runner:
 
     async def _play(self, play: _Play, lease: Lease) -> None:
         """Make the environment, play it to its end, and close it whatever happens."""
-        env: Env = await self._user_code(play, lease, "the environment's constructor", self._make_env)
         try:
-            start = await self._user_code(play, lease, "reset", env.reset, play.task.row, play.ctx)
+            start = await self._user_code(play, lease, self._open, play)
             with self._pool.engine() as engine:
-                await self._take_turns(play, lease, env, engine, start)
+                await self._take_turns(play, lease, engine, start)
         finally:
-            if getattr(type(env), "close", None) is not Env.close:
+            close = getattr(play.env, "close", None)
+            # Most environments have nothing to close.
+            if close is not None and getattr(close, "__func__", None) is not Env.close:
                 try:
-                    await lease.call(env.close, timeout=self._env.turn_timeout)
+                    await lease.call(close, timeout=self._env.turn_timeout)
                 except Exception as error:
-                    logger.warning("rollout %s: close failed: %s", play.id, _describe(error))
+                    logger.warning("rollout %s: close failed: %s", play.id, describe(error))
+
+    def _open(self, play: _Play) -> Any:
+        """Make the environment and reset it in one call, on its loop: most are made in no time."""
+        play.env = self._make_env()
+        play.doing = "reset"
+        return play.env.reset(play.task.row, play.ctx)
 
     async def _take_turns(
-        self, play: _Play, lease: Lease, env: Env, engine: GeneratesTokens, start: Sequence[Message] | str
+        self, play: _Play, lease: Lease, engine: GeneratesTokens, start: Sequence[Message] | str
     ) -> None:
+        assert play.env is not None
+        play.doing = "step"
         is_plain = isinstance(start, str)
         observation = self._prompt_ids(play, start)
         for turn in range(1, self._env.max_turns + 1):
@@ -367,8 +267,11 @@ class Runner:
                 return
             completion = await self._generate(play, engine, observation, granted)
             action = Action(self._template.action_text(completion.ids), tuple(completion.ids), completion.finish_reason)
-            result = await self._user_code(play, lease, "step", env.step, action, play.ctx)
-            self._take_result(play, result)
+            result = await self._user_code(play, lease, play.env.step, action, play.ctx)
+            if not isinstance(result, Result):
+                message = f"step returned {type(result).__name__}, not molt_core.Result"
+                raise RolloutFailedError(RolloutStatus.ENV_ERROR, message)
+            play.tally.add("step", result.reward, result.info)
             play.is_cut |= action.is_cut_off or result.truncated
             play.terminated = result.terminated
             if result.terminated or result.truncated:
@@ -378,7 +281,7 @@ class Runner:
                 return
             observation = self._next_ids(completion, result, is_plain)
 
-    async def _user_code(self, play: _Play, lease: Lease, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    async def _user_code(self, play: _Play, lease: Lease, function: Callable[..., Any], *args: Any) -> Any:
         """Call the environment within the turn's and the rollout's limit; its failures become the rollout's."""
         left = play.deadline - time.monotonic()
         limit = min(self._env.turn_timeout, max(left, 0.0))
@@ -386,10 +289,10 @@ class Runner:
             return await lease.call(function, *args, timeout=limit)
         except CallTimeoutError as error:
             name = "turn_timeout" if limit == self._env.turn_timeout else "rollout_timeout"
-            message = f"{what} did not end within env.{name} ({getattr(self._env, name):g} s)"
-            raise _Failed(RolloutStatus.ENV_TIMEOUT, message) from error
+            message = f"{play.doing} did not end within env.{name} ({getattr(self._env, name):g} s)"
+            raise RolloutFailedError(RolloutStatus.ENV_TIMEOUT, message) from error
         except Exception as error:
-            raise _Failed(RolloutStatus.ENV_ERROR, f"{what} raised {_describe(error)}") from error
+            raise RolloutFailedError(RolloutStatus.ENV_ERROR, f"{play.doing} raised {describe(error)}") from error
 
     async def _generate(
         self, play: _Play, engine: GeneratesTokens, observation: Sequence[int], granted: int
@@ -411,13 +314,13 @@ class Runner:
         except TimeoutError as error:
             limit = self._env.rollout_timeout
             message = f"generation did not end within env.rollout_timeout ({limit:g} s)"
-            raise _Failed(RolloutStatus.ENGINE_ERROR, message) from error
+            raise RolloutFailedError(RolloutStatus.ENGINE_ERROR, message) from error
         except EngineDiedError:
             raise
         except Exception as error:
-            raise _Failed(RolloutStatus.ENGINE_ERROR, f"generation raised {_describe(error)}") from error
+            raise RolloutFailedError(RolloutStatus.ENGINE_ERROR, f"generation raised {describe(error)}") from error
         if not np.isfinite(completion.logprobs).all():
-            raise _Failed(RolloutStatus.ENGINE_ERROR, "the engine returned a log-prob that is not finite")
+            raise RolloutFailedError(RolloutStatus.ENGINE_ERROR, "the engine returned a log-prob that is not finite")
         play.turns.append(turn)
         play.ids += completion.ids
         return completion
@@ -426,16 +329,16 @@ class Runner:
         try:
             ids = self._render_prompt(start)
         except Exception as error:
-            message = f"the prompt cannot be rendered: {_describe(error)}"
-            raise _Failed(RolloutStatus.ENV_ERROR, message) from error
+            message = f"the prompt cannot be rendered: {describe(error)}"
+            raise RolloutFailedError(RolloutStatus.ENV_ERROR, message) from error
         fitted = fit_prompt(
             ids, self._max_prompt_len, self._overflow, row=play.task.row_index, report=self._overflow_report
         )
         if self._overflow == "truncate_left":
-            play.info["prompt_truncated"] = float(len(ids) > self._max_prompt_len)
+            play.tally.info["prompt_truncated"] = float(len(ids) > self._max_prompt_len)
         if fitted is None:
             message = f"the prompt has {len(ids)} > {self._max_prompt_len} tokens (data.max_prompt_len)"
-            raise _Failed(RolloutStatus.EMPTY, message)
+            raise RolloutFailedError(RolloutStatus.EMPTY, message)
         return fitted
 
     def _render_prompt(self, start: Sequence[Message] | str) -> list[int]:
@@ -453,7 +356,7 @@ class Runner:
         """The tokens between this action and the next. A conversation that began as plain text goes on as it."""
         observation = result.observation
         if observation is None:
-            raise _Failed(RolloutStatus.ENV_ERROR, "step neither ended the rollout nor gave an observation")
+            raise RolloutFailedError(RolloutStatus.ENV_ERROR, "step neither ended the rollout nor gave an observation")
         try:
             if isinstance(observation, str):
                 if is_plain:
@@ -461,49 +364,8 @@ class Runner:
                 observation = [{"role": "user", "content": observation}]
             return self._template.next_turn_ids(completion.ids, observation)
         except Exception as error:
-            message = f"the observation cannot be rendered: {_describe(error)}"
-            raise _Failed(RolloutStatus.ENV_ERROR, message) from error
-
-    def _take_result(self, play: _Play, result: Any) -> None:
-        if not isinstance(result, Result):
-            raise _Failed(RolloutStatus.ENV_ERROR, f"step returned {type(result).__name__}, not molt_core.Result")
-        reward = as_number(result.reward)
-        if not math.isfinite(reward):
-            raise _Failed(RolloutStatus.INVALID_REWARD, f"step returned a reward of {result.reward!r}")
-        play.reward += reward
-        self._take_info(play.info, result.info)
-
-    def _take_info(self, info: dict[str, float], new: Mapping[str, Any]) -> None:
-        for key, value in new.items():
-            number = as_number(value)
-            if math.isfinite(number):
-                info[str(key)] = number
-            elif key not in self._warned:
-                self._warned.add(key)
-                logger.warning("info %r is not a finite number (%r) and is left out of the metrics", key, value)
-
-    async def _score(self, play: _Play, rollout: Rollout, lease: Lease) -> Rollout:
-        """Replace the reward by the plugin's; only the scoring is repeated when it fails."""
-        failure = _Failed(RolloutStatus.REWARD_ERROR, "")
-        for _ in range(self._reward.retries + 1):
-            try:
-                score = await lease.call(self._ask_reward, play, rollout, lease, timeout=self._reward.timeout)
-            except Exception as error:
-                failure = _Failed(RolloutStatus.REWARD_ERROR, f"scoring raised {_describe(error)}")
-                continue
-            score = score if isinstance(score, Score) else Score(score)
-            play.reward = as_number(score.reward)
-            if math.isfinite(play.reward):
-                self._take_info(play.info, score.info)
-                return self._rollout(play, rollout.status)
-            failure = _Failed(RolloutStatus.INVALID_REWARD, f"scoring returned a reward of {score.reward!r}")
-        raise failure
-
-    def _ask_reward(self, play: _Play, rollout: Rollout, lease: Lease) -> Any:
-        """Make and use the plugin in one call, on one loop: clients often belong to one."""
-        assert self._make_reward is not None
-        reward: Reward = lease.shared(Reward, self._make_reward)
-        return reward.score(rollout, play.ctx)
+            message = f"the observation cannot be rendered: {describe(error)}"
+            raise RolloutFailedError(RolloutStatus.ENV_ERROR, message) from error
 
 
 def _cancel_once(task: asyncio.Task[Any]) -> None:
@@ -512,64 +374,7 @@ def _cancel_once(task: asyncio.Task[Any]) -> None:
         task.cancel()
 
 
-def as_number(value: Any) -> float:
-    """A Python, numpy or 0-d tensor number or boolean as a float; NaN for anything else."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
-    try:
-        return float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:
-        return math.inf
-
-
 def stable_seed(*parts: Any) -> int:
     """A seed in [0, 2^63) that depends on the parts alone, the same in every process and run."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]
-
-
-class RunnerActor:
-    """A Runner in a Ray actor."""
-
-    def __init__(self, settings: RunnerSettings, engines: Sequence[GeneratesTokens], index: int) -> None:
-        self._runner = Runner.start(settings, engines, index)
-
-    async def run_group(self, task: GroupTask) -> list[RolloutSummary]:
-        return await self._runner.run_group(task)
-
-    async def ready(self) -> None:
-        """Returns once the process is set up."""
-
-    async def close(self) -> None:
-        await self._runner.close()
-
-
-class RemoteRunner:
-    """The runner in an actor, with the same method."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    async def run_group(self, task: GroupTask) -> list[RolloutSummary]:
-        return await self._call("run_group", task)
-
-    async def ready(self) -> None:
-        await self._call("ready")
-
-    async def close(self) -> None:
-        await self._call("close")
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        return await call_actor(self.actor, method, *args, died=RunnerDiedError)
-
-
-def start_runners(settings: RunnerSettings, engines: Sequence[GeneratesTokens], num_runners: int) -> list[RemoteRunner]:
-    """Create the actors and return at once; ``ready`` of each waits for it and raises what went wrong."""
-    import ray
-
-    actor_class = ray.remote(RunnerActor).options(num_cpus=0, max_concurrency=MAX_CONCURRENT_GROUPS)
-    return [RemoteRunner(actor_class.remote(settings, list(engines), index)) for index in range(num_runners)]

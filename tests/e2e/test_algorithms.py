@@ -24,10 +24,10 @@ from molt_core.learner import Learner
 from molt_core.loop import Parts
 from molt_core.loop import train as run_loop
 from molt_core.plugins import load_plugins
-from molt_core.rollout.engine import start_engines
 from molt_core.rollout.generator import Generator, GeneratorSettings, GroupDispatcher
 from molt_core.rollout.refit import Refitter
-from molt_core.rollout.runner import RunnerSettings, start_runners
+from molt_core.rollout.remote import start_engines, start_runners
+from molt_core.rollout.runner import RunnerSettings
 from molt_core.run import RunDir
 from molt_core.testing.tiny import make_tiny_checkpoint
 

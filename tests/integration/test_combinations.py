@@ -24,7 +24,7 @@ from molt_core.config.rl import RewardConfig
 from molt_core.contract import Rollout, RolloutStatus, Segment, Turn
 from molt_core.plugins import load_plugins
 from molt_core.rollout.generator import Group
-from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+from molt_core.rollout.tasks import RolloutSummary, SegmentInfo
 from molt_core.training.group import merge
 from molt_core.training.objective import Known, Objective, Tally, add_mismatch
 from molt_core.training.packing import MicroBatch, collate, plan_window

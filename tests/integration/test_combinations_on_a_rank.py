@@ -24,7 +24,7 @@ from molt_core.errors import ConfigError
 from molt_core.launch import objective_spec
 from molt_core.plugins import load_plugins
 from molt_core.rollout.generator import Group
-from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+from molt_core.rollout.tasks import RolloutSummary, SegmentInfo
 from molt_core.testing.tiny import make_tiny_checkpoint
 from molt_core.training.group import merge
 from molt_core.training.packing import plan_window

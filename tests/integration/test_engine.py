@@ -10,8 +10,9 @@ import pytest
 
 from molt_core import Env, Result
 from molt_core.rollout.actors import EngineDiedError, WeightsIncompleteError
-from molt_core.rollout.engine import EngineRequest, EngineSettings, start_engines
+from molt_core.rollout.engine import EngineRequest, EngineSettings
 from molt_core.rollout.refit import Refitter, refit
+from molt_core.rollout.remote import start_engines, start_runners
 from molt_core.testing.tiny import make_tiny_checkpoint
 from molt_core.training.rows import fetch_rollouts
 
@@ -217,7 +218,8 @@ def test_a_group_runs_in_a_runner_actor(engine, folder):
 
     from molt_core.config import RLConfig
     from molt_core.plugins import PluginSpec
-    from molt_core.rollout.runner import GroupTask, RunnerSettings, SamplingSettings, start_runners
+    from molt_core.rollout.runner import RunnerSettings
+    from molt_core.rollout.tasks import GroupTask, SamplingSettings
 
     config = RLConfig(
         actor={"model_name_or_path": str(folder)}, env={"name": f"{__file__}:OneTurn"}, data={"max_len": 128}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from molt_core.rollout.actors import WeightsIncompleteError
-from molt_core.rollout.engine import EngineRequest, EngineSettings, start_engines
+from molt_core.rollout.engine import EngineRequest, EngineSettings
 from molt_core.rollout.refit import refit
+from molt_core.rollout.remote import start_engines
 from molt_core.testing.tiny import VOCAB_SIZE
 
 pytestmark = pytest.mark.integration

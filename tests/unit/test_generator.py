@@ -17,7 +17,7 @@ from molt_core.config import RLConfig
 from molt_core.data.prompts import PromptCursor
 from molt_core.rollout.actors import RunnerDiedError
 from molt_core.rollout.generator import GenerationError, Generator, GeneratorSettings, Group, GroupDispatcher
-from molt_core.rollout.runner import RolloutSummary, SamplingSettings, SegmentInfo
+from molt_core.rollout.tasks import RolloutSummary, SamplingSettings, SegmentInfo
 
 STEPS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 

@@ -13,7 +13,7 @@ from molt_core.batches import RolloutBatch, pad_tokens, with_advantages
 from molt_core.config import RLConfig
 from molt_core.errors import RunError
 from molt_core.learner import Learner
-from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+from molt_core.rollout.tasks import RolloutSummary, SegmentInfo
 
 
 class Trainer:

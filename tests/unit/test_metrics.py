@@ -6,7 +6,7 @@ import pytest
 
 from molt_core.contract import RolloutStatus, Segment, Turn
 from molt_core.metrics import excluded_metrics, info_metrics, length_metrics, staleness_metrics
-from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+from molt_core.rollout.tasks import RolloutSummary, SegmentInfo
 
 
 def summary(versions=((0, 0),), status=RolloutStatus.COMPLETED, info=None) -> RolloutSummary:

@@ -10,7 +10,7 @@ from molt_core.config.rl import RewardConfig
 from molt_core.contract import RolloutStatus, Segment, Turn
 from molt_core.metrics import rollout_metrics
 from molt_core.rollout.generator import Group
-from molt_core.rollout.runner import RolloutSummary, SegmentInfo
+from molt_core.rollout.tasks import RolloutSummary, SegmentInfo
 
 
 def segment(num_actions: int, prompt: int = 2) -> Segment:

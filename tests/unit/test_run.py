@@ -13,7 +13,7 @@ from molt_core.config.shared import CheckpointConfig, LoggerConfig
 from molt_core.contract import Rollout, RolloutStatus, Segment, StoredRollout, Turn
 from molt_core.progress import Progress
 from molt_core.rollout.generator import Group
-from molt_core.rollout.runner import RolloutSummary
+from molt_core.rollout.tasks import RolloutSummary
 from molt_core.run import RunDir, RunRecorder, resume_point
 from molt_core.training.checkpoints import CheckpointStore
 

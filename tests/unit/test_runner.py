@@ -21,7 +21,9 @@ from molt_core.config.rl import EnvConfig, RewardConfig
 from molt_core.contract import Segment
 from molt_core.rollout import threads
 from molt_core.rollout.actors import EngineDiedError
-from molt_core.rollout.runner import GroupTask, Runner, SamplingSettings, SegmentInfo, as_number, stable_seed
+from molt_core.rollout.runner import Runner, stable_seed
+from molt_core.rollout.scoring import as_number
+from molt_core.rollout.tasks import GroupTask, SamplingSettings, SegmentInfo
 from molt_core.rollout.threads import BlockedLoopsError, CallTimeoutError, Lease, LoopThreads
 from molt_core.testing.engine import ScriptedEngine, completion
 from molt_core.training.rows import fetch_rollouts
