@@ -34,6 +34,7 @@ from molt_core.learner import Learner, critic_epochs, num_windows
 from molt_core.logs import QUIET
 from molt_core.loop import Parts
 from molt_core.loop import train as run_loop
+from molt_core.memory import freeze_heap
 from molt_core.plugins import Plugins
 from molt_core.progress import Columns, Progress
 from molt_core.rollout.engine import EngineSettings
@@ -354,6 +355,7 @@ async def _train(config: RLConfig, plugins: Plugins, inputs: TrainInputs) -> Non
         evaluator = Evaluator(inputs.eval_rows, dispatcher, config) if inputs.eval_rows else None
         parts = Parts(generator, trainer, refitter, learner, evaluator, recorder)
         with recorder.open(config, resumed_step=step):
+            freeze_heap()
             async with generator:
                 await run_loop(config, parts, step, inputs.total_steps)
         if not config.ckpt.disable_final_save:

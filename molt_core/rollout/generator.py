@@ -317,6 +317,20 @@ class Generator:
         filtered, incomplete = self._counts["filtered_groups"], self._counts["dropped_groups"]
         if filtered + incomplete < settings.max_filter_tries * settings.batch_size:
             return
+        more = (
+            ""
+            if settings.filter_metric is None
+            else (f"; or raise --algo.dynamic_filtering_max_tries above {settings.max_filter_tries}")
+        )
+        raise GenerationError(
+            f"dropped {filtered + incomplete} groups for one batch and kept {len(self._ready)} of the "
+            f"{settings.batch_size} it needs; {self._why_dropped()}{more}"
+        )
+
+    def _why_dropped(self) -> str:
+        """Why groups were dropped since the last batch, and what to change."""
+        settings = self._settings
+        filtered, incomplete = self._counts["filtered_groups"], self._counts["dropped_groups"]
         reasons = []
         if filtered:
             out = ", or its mean is out of --algo.dynamic_filtering_range" if settings.filter_range else ""
@@ -329,12 +343,7 @@ class Generator:
                 f"{incomplete} with fewer than {settings.fewest_scored} scored rollouts: make the failures rarer "
                 f"({self._common_error()})"
             )
-        if settings.filter_metric is not None:
-            reasons.append(f"or raise --algo.dynamic_filtering_max_tries above {settings.max_filter_tries}")
-        raise GenerationError(
-            f"dropped {filtered + incomplete} groups for one batch and kept {len(self._ready)} of the "
-            f"{settings.batch_size} it needs; {'; '.join(reasons)}"
-        )
+        return "; ".join(reasons)
 
     def _has_signal(self, scored: Sequence[RolloutSummary], metric: str) -> bool:
         """Whether the metric varies within the group, and its mean lies strictly between the bounds."""
@@ -401,8 +410,7 @@ class Generator:
         """All prompts are used up: the rest, if there is any."""
         if self._ready:
             return self._hand_out(sorted(self._ready, key=lambda flight: flight.order), seconds)
-        if self._counts["dropped_groups"] and not self._num_batches:
-            raise GenerationError(
-                f"none of the {self._num_dispatched} groups had enough scored rollouts; {self._common_error()}"
-            )
+        dropped = self._counts["filtered_groups"] + self._counts["dropped_groups"]
+        if dropped and not self._num_batches:
+            raise GenerationError(f"none of the {dropped} groups can be trained; {self._why_dropped()}")
         return None

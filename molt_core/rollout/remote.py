@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from molt_core.memory import freeze_heap
 from molt_core.rollout.actors import EngineDiedError, RunnerDiedError, call_actor
 from molt_core.rollout.engine import Completion, Engine, EngineRequest, EngineSettings
 from molt_core.rollout.pool import GeneratesTokens
@@ -73,6 +74,7 @@ class EngineActor(Engine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self._server = RequestServer(self)
+        freeze_heap()
 
     async def submit(self, client: str, requests: Mapping[int, EngineRequest], cancelled: Sequence[int]) -> None:
         await self._server.submit(client, requests, cancelled)
@@ -214,6 +216,7 @@ class RunnerActor:
 
     def __init__(self, settings: RunnerSettings, engines: Sequence[GeneratesTokens], index: int) -> None:
         self._runner = Runner.start(settings, engines, index)
+        freeze_heap()
 
     async def run_group(self, task: GroupTask) -> list[RolloutSummary]:
         return await self._runner.run_group(task)

@@ -13,9 +13,11 @@ from typing import Any
 
 logger = logging.getLogger("molt")
 
-MAX_THREADS = 32  # per process that respond; with more rollouts at once, some share one
+FEW_THREADS = 4  # per process, while the code that runs on them does not block: every switch of threads costs
+MAX_THREADS = 32  # that respond; with more rollouts at once, some share one
 MAX_BLOCKED_THREADS = 96  # beyond MAX_THREADS, in place of blocked ones
 GRACE = 1.0  # seconds in which a loop must begin a call, else the call goes to another loop
+SHORT_GRACE = 0.1  # the same while there may be more threads
 
 
 class CallTimeoutError(Exception):
@@ -43,17 +45,30 @@ class LoopThread:
 
 
 class LoopThreads:
-    """Up to MAX_THREADS loops that respond; a blocked one is left behind and comes back when it is free."""
+    """FEW_THREADS loops, up to MAX_THREADS once a call had to wait; a blocked one is left and comes back when free."""
 
     def __init__(self) -> None:
         self._threads: list[LoopThread] = []
-        self.warned = False
+        self._limit = min(FEW_THREADS, MAX_THREADS)
+        self._warned = False
+
+    @property
+    def grace(self) -> float:
+        """Seconds in which a loop must begin a call."""
+        return GRACE if self._limit == MAX_THREADS else SHORT_GRACE
+
+    def not_begun(self, grace: float) -> None:
+        """Note that a call was not begun within ``grace``: what runs before it blocks its loop."""
+        self._limit = min(2 * self._limit, MAX_THREADS)
+        if grace >= GRACE and not self._warned:
+            self._warned = True
+            logger.warning("an environment or reward blocks its event loop: others move to new ones")
 
     def pick(self) -> LoopThread:
         """The responsive thread with the fewest leases, or a new one while there may be more."""
         best = min(self._threads, key=lambda thread: (thread.unresponsive, thread.leases), default=None)
         responsive = sum(not thread.unresponsive for thread in self._threads)
-        has_room = responsive < MAX_THREADS and len(self._threads) < MAX_THREADS + MAX_BLOCKED_THREADS
+        has_room = responsive < self._limit and len(self._threads) < MAX_THREADS + MAX_BLOCKED_THREADS
         if best is None or (has_room and (best.unresponsive or best.leases)):
             best = LoopThread()
             self._threads.append(best)
@@ -92,17 +107,15 @@ class Lease:
         """
         give_up = time.monotonic() + max(timeout, 10 * GRACE)
         while time.monotonic() < give_up:
-            call = _Call(self._thread.loop, function, args)
+            call, grace = _Call(self._thread.loop, function, args), self._threads.grace
             try:
-                if await call.ends_within(timeout):
+                if await call.ends_within(timeout, grace):
                     return call.outcome.result()
             finally:
                 if not call.outcome.done():
                     call.abandon()
                     self._thread.probe()
-            if not self._threads.warned:
-                self._threads.warned = True
-                logger.warning("an environment or reward blocks its event loop: others move to new ones")
+            self._threads.not_begun(grace)
             self.__exit__()
             self.__enter__()
         raise BlockedLoopsError("environments or rewards block all event loops; put what blocks into asyncio.to_thread")
@@ -121,18 +134,18 @@ class _Call:
         self._sent = time.monotonic()
         loop.call_soon_threadsafe(self._begin)
 
-    async def ends_within(self, timeout: float) -> bool:
-        """True when it ended within ``timeout`` seconds of its beginning, False when no beginning came within GRACE.
+    async def ends_within(self, timeout: float, grace: float) -> bool:
+        """True when it ended within ``timeout`` seconds of its beginning, False when it did not begin within ``grace``.
 
         CallTimeoutError when it began and did not end.
         """
-        left = min(timeout, GRACE)
+        left = min(timeout, grace)
         while True:
             await asyncio.wait([self.outcome], timeout=left)
             if self.outcome.done():
                 return True
             begun = self._begun
-            left = (self._sent + GRACE if begun is None else begun + timeout) - time.monotonic()
+            left = (self._sent + grace if begun is None else begun + timeout) - time.monotonic()
             if left <= 0 and begun is not None:
                 raise CallTimeoutError(f"no answer within {timeout:g} seconds")
             if left <= 0 and self._claim():

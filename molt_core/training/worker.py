@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from molt_core.config.rl import CriticConfig
 from molt_core.config.shared import FsdpConfig, ModelConfig
 from molt_core.errors import ConfigError
+from molt_core.memory import freeze_heap, keep_freed_memory
 from molt_core.plugins import PluginSpec
 from molt_core.training.rows import ObjectiveSpec, WeightedRow, WindowPlan, resolve_segments
 
@@ -31,7 +31,6 @@ logger = logging.getLogger("molt")
 
 CHUNK_BYTES = 256 * 2**20
 _CRITIC = "critic"
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # names of mallopt's parameters in malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class TrainWorker:
         self.rank, self.world, self.spec = rank, world, spec
         if spec.device == "cpu":
             torch.set_num_threads(spec.cpu_threads)
-            _keep_freed_memory()
+            keep_freed_memory()
         self._store: Any = None
 
     def rendezvous(self, host: str | None) -> tuple[str, int]:
@@ -112,6 +111,7 @@ class TrainWorker:
             critic = build_critic(spec.critic, spec.fsdp, place, spec.seed)
             self.critic = Trained.build(critic, spec.critic, spec.num_critic_steps, "critic")
         self.pad_id: int = getattr(policy.model.config, "pad_token_id", None) or 0
+        freeze_heap()
 
     def set_objective(self, spec: ObjectiveSpec) -> None:
         """Minimise this from the next update on."""
@@ -296,14 +296,6 @@ class TrainWorker:
         export_checkpoint(
             self.policy.net, self.spec.model.model_name_or_path, directory, self.spec.fsdp.trust_remote_code
         )
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse large blocks, activations and logits above all, that it would give back and fault in anew."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _quiet_libraries() -> None:

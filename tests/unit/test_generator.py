@@ -332,6 +332,11 @@ class TestFilter:
         generator = make_generator(world, len(answers), filter_metric="reward", filter_range=(0.0625, 1), batch_size=2)
         assert prompts(drive(generator, world)) == ["0-1", "0-3"]
 
+    def test_when_every_prompt_is_filtered_out_the_run_stops_and_says_so(self):
+        world = World(answer=G1)
+        with pytest.raises(GenerationError, match=r"none of the 3 groups.*3 because reward does not vary"):
+            drive(make_generator(world, 3, filter_metric="reward", num_samples=4), world)
+
     def test_incomplete_groups_are_replaced_although_what_they_have_varies(self):
         bad = failing(lambda group, k: k == 3, num_samples=4)
 

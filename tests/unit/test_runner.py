@@ -430,6 +430,7 @@ class TestEndings:
         values = [1, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), torch.tensor(1.0)]
         assert [as_number(value) for value in values] == [1.0] * len(values)
         assert math.isnan(as_number(torch.ones(1, 1)))
+        assert math.isnan(as_number(torch.ones((), device="meta")))
 
     def test_rewards_of_all_turns_are_added_and_info_is_kept(self):
         results = [
@@ -439,6 +440,11 @@ class TestEndings:
         summary = play_one(ScriptedEngine(lambda r: say()), row={"results": results})
         assert summary.reward == 2.5
         assert summary.info == {"a": 3.0, "b": 1.0}
+
+    def test_an_info_that_is_no_mapping_excludes_the_rollout(self):
+        summary = play_one(ScriptedEngine([say()]), row={"results": [Result(1.0, terminated=True, info=["a"])]})
+        assert summary.status == RolloutStatus.ENV_ERROR
+        assert "step returned an info of type list" in summary.error
 
     def test_an_engine_failure_excludes_the_rollout(self):
         def refuses(request):
@@ -485,6 +491,16 @@ class TestEndings:
                 closed.append(True)
 
         play_one(ScriptedEngine([say()]), Closing, row={"where": where, "how": how}, turn_timeout=0.2)
+        assert closed == [True]
+
+    def test_a_close_of_the_instance_alone_is_called_too(self):
+        closed = []
+
+        class Closing(Scripted):
+            def __init__(self):
+                self.close = lambda: closed.append(True)
+
+        assert play_one(ScriptedEngine([say()]), Closing).status == RolloutStatus.COMPLETED
         assert closed == [True]
 
     @pytest.mark.parametrize("how", [raises, sleeps])
@@ -644,6 +660,24 @@ def test_a_thread_that_was_blocked_serves_again_when_it_is_free(monkeypatch):
         asyncio.run(asyncio.wait_for(scenario(), 10))
     finally:
         released.set()
+
+
+def test_calls_share_few_threads_until_they_block_and_then_run_side_by_side():
+    meeting = threading.Barrier(16)
+
+    async def call(pool, function, *args):
+        with Lease(pool) as lease:
+            return await lease.call(function, *args, timeout=20)
+
+    async def scenario():
+        pool = LoopThreads()
+        loops = await asyncio.gather(*(call(pool, asyncio.get_running_loop) for _ in range(64)))
+        assert len(set(loops)) == threads.FEW_THREADS
+        # Each blocks its thread until all 16 are there.
+        assert sorted(await asyncio.gather(*(call(pool, meeting.wait, 20) for _ in range(16)))) == list(range(16))
+        pool.close()
+
+    asyncio.run(scenario())
 
 
 def test_blocked_threads_are_bounded_and_the_error_says_what_blocks(monkeypatch):
