@@ -14,6 +14,8 @@ from pathlib import Path
 
 def start(*args: object, cwd: Path) -> subprocess.Popen[str]:
     """Start ``molt ARGS`` in a session of its own, so that a Ctrl-C reaches it as from a terminal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "molt_core.cli", *map(str, args)]
     log = (cwd / "log.txt").open("a")
     return subprocess.Popen(command, cwd=cwd, stdout=log, stderr=log, text=True, start_new_session=True)
