@@ -1,6 +1,6 @@
 """Seconds per synchronous step, beside bare vLLM generation and bare AutoModel forward and backward.
 
-    python benchmarks/step.py [--model tiny] [--model smollm2] [--steps 16]
+    python benchmarks/step.py [--model tiny] [--model smollm2] [--steps 8]
 
 The steps are those of `molt train` in force_sync_mode. The bare parts then replay them one by one: vLLM gets the same
 prompts and samples as many tokens as each rollout had, AutoModel runs the same padded rows through its full logits.
@@ -24,6 +24,7 @@ OUT = Path("runs/bench")
 THREADS = {"tiny": 1, "smollm2": 2}
 """Of engine and trainer each, in the steps as in the bare parts: a tiny model's are too short to be shared out."""
 ROUNDS = {"tiny": 3, "smollm2": 1}
+STEPS = {"tiny": 16, "smollm2": 8}
 ARITHMETIC = ["--env.name", "arithmetic", "--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8"]
 MODELS = {
     "tiny": [*ARITHMETIC, "--rollout.max_new_tokens", "32", "--data.max_len", "96"],
@@ -37,7 +38,7 @@ MODELS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", choices=sorted(MODELS))
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--bare", nargs=2, metavar=("PART", "MODEL"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.bare:
@@ -45,7 +46,7 @@ def main() -> None:
         seconds = asyncio.run(_bare_vllm(name)) if part == "vllm" else _bare_automodel(name)
         (OUT / name / f"{part}.json").write_text(json.dumps(seconds))
         return
-    rows = [_measure(name, args.steps) for name in args.model or _available()]
+    rows = [_measure(name, args.steps or STEPS[name]) for name in args.model or _available()]
     _print(rows)
 
 
