@@ -317,14 +317,11 @@ class Generator:
         filtered, incomplete = self._counts["filtered_groups"], self._counts["dropped_groups"]
         if filtered + incomplete < settings.max_filter_tries * settings.batch_size:
             return
-        more = (
-            ""
-            if settings.filter_metric is None
-            else (f"; or raise --algo.dynamic_filtering_max_tries above {settings.max_filter_tries}")
-        )
+        tries = f"; or raise --algo.dynamic_filtering_max_tries above {settings.max_filter_tries}"
         raise GenerationError(
             f"dropped {filtered + incomplete} groups for one batch and kept {len(self._ready)} of the "
-            f"{settings.batch_size} it needs; {self._why_dropped()}{more}"
+            f"{settings.batch_size} it needs; {self._why_dropped()}"
+            f"{tries if settings.filter_metric is not None else ''}"
         )
 
     def _why_dropped(self) -> str:
